@@ -110,6 +110,8 @@ class Family(NamedTuple):
     """Keys of its config.json that hold the number of blocks of each kind."""
     leaves_text: bool = True
     """Whether steps between a row's refresh steps may leave out the text."""
+    text_varies: bool = False
+    """Whether a prompt's length is that of its words (`RowInput.varies`)."""
 
 
 FAMILIES = {
@@ -121,7 +123,7 @@ FAMILIES = {
     ),
     "qwen_image": Family(
         "QwenImageTransformer2DModel", qwen_weights, QwenImageBatch, FluxStep, qwen_places,
-        _qwen_cis, ("num_layers",),
+        _qwen_cis, ("num_layers",), text_varies=True,
     ),
     "qwen_image21": Family(
         "QwenImage21Transformer2DModel", qwen21_weights, QwenImage21Batch, FluxStep,
@@ -129,7 +131,7 @@ FAMILIES = {
     ),
     "z_image": Family(
         "ZImageTransformer2DModel", ZImageWeights.of, ZImageBatch, ZImageStep, z_image_places,
-        _z_image_cis, ("n_refiner_layers", "n_layers"), leaves_text=False,
+        _z_image_cis, ("n_refiner_layers", "n_layers"), leaves_text=False, text_varies=True,
     ),
 }  # fmt: skip
 
@@ -286,6 +288,7 @@ class Bench:
                     self._pooled(),
                     3.5 if self.config.get("guidance_embeds") else None,
                     timeless=bool(self.config.get("zero_cond_t")),
+                    varies=self.family.text_varies,
                 ),
             ),
             image=ImageSpans(

@@ -291,16 +291,18 @@ class State:
         qk, v, post_inputs = pre
         del pre, ahead
         reads = [] if self.pictures is None else list(self._read_pictures(number, qk))
-        attended = self.attend(qk, v, self.packing, fill, capture)
+        inputs = [self.attend(qk, v, self.packing, fill, capture), post_inputs]
         self.room = None
-        del qk, v  # the values may be a view of their whole product, seven widths of each token
+        # The values may be a view of their whole product, seven widths of each token.
+        del qk, v, post_inputs
         # No layer reads the text after the last block. (With several rows it lies between images.)
         image_only = self.joined and self.packing.in_front and number + 1 == self.model.block_count
         *behind, self.block_state = self.model.post(
             number,
-            *streams,
-            attended,
-            post_inputs,
+            streams[0],
+            streams[1],
+            inputs.pop(0),  # popped, and no tuple of arguments, so that it frees them
+            inputs.pop(),
             self.packing,
             continues=continues,
             image_alone=image_only,

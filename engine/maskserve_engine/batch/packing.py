@@ -107,6 +107,8 @@ class Modes:
         image: Sequence[int],
         cached: Sequence[int],
         context: Sequence[int],
+        *,
+        varies: bool = False,
     ) -> Modes:
         """Return the modes of a packing with these lengths, on the host; `context` as there."""
         counts, computed, keys = [], [], []
@@ -126,8 +128,8 @@ class Modes:
             places=torch.from_numpy(np.argsort(order)),
             lengths=tuple(map(sum, lengths)),
             spans=tuple(map(spans, lengths)),
-            computed=segments(computed, computed),
-            all_keys=segments(computed, keys),
+            computed=segments(computed, computed, varies=varies),
+            all_keys=segments(computed, keys, varies=varies),
         )
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -263,10 +265,11 @@ def pack(
     device: torch.device,
     context: tuple[int, ...],
     sees_time_0: bool,
+    varies: bool = False,
 ) -> Packing:
     cached, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
     timeless = [0 if m else c for c, m in zip(context, cached, strict=True)]
-    modes = Modes.of(text, image, cached, context) if sees_time_0 else None
+    modes = Modes.of(text, image, cached, context, varies=varies) if sees_time_0 else None
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
     order = np.concatenate(
@@ -305,8 +308,8 @@ def pack(
         from_rows=torch.from_numpy(inverse),
         stream_of=torch.from_numpy((order >= n_text).astype(np.int64)),
         image_in_rows=None if is_single else torch.from_numpy(inverse[n_text:]),
-        computed=segments(core, core),
-        all_keys=segments(core, keys),
+        computed=segments(core, core, varies=varies),
+        all_keys=segments(core, keys, varies=varies),
         core_in_keys=None if is_single else torch.from_numpy(_positions(core_keys)),
         slots=slots(at_rest, parts),
         fixed_slots=slots(at_fixed, fixed),
@@ -384,6 +387,7 @@ def sparse_layout(
     device: torch.device,
     context: tuple[int, ...],
     timeless: bool,
+    varies: bool = False,
 ) -> SparseLayout:
     """Return both packings of a step. Cached, since batches last many steps.
 
@@ -396,6 +400,7 @@ def sparse_layout(
         context: as in `Packing`.
         timeless: whether the model sees contexts at time 0 (`Packing.modes`), though no row of the
             step may have one.
+        varies: see `RowInput`.
     """
     none, cached = ((0,),) * len(parts), tuple(map(sum, parts))
     all_image = tuple(i + r for i, r in zip(image, cached, strict=True))
@@ -409,13 +414,13 @@ def sparse_layout(
 
     def widened() -> Widened:
         return Widened(
-            pack(text, all_image, none, fixed, device, context, timeless),
+            pack(text, all_image, none, fixed, device, context, timeless, varies),
             *positions(image),
             *positions([t + i for t, i in zip(text, image, strict=True)]),
         )
 
     narrow, rest_stream = (
-        pack(text, image, parts, fixed, device, context, timeless),
+        pack(text, image, parts, fixed, device, context, timeless, varies),
         _stream(cached, device, [min(c, m) for c, m in zip(context, cached, strict=True)]),
     )
     if device.type == "cpu":  # few steps compute all tokens of a cached row
@@ -602,6 +607,9 @@ class RowInput:
     """Number of the last computed tokens that no step moves."""
     timeless: bool = False
     """Whether the model sees the context at time 0."""
+    varies: bool = False
+    """Whether the text's length is that of a prompt's words, so that steps of the same lengths come
+    seldom."""
     fixed: tuple[TokenCache, ...] = ()
     """Tokens that do not depend on the row and that its tokens also see, in every block: exact
     prefixes."""
@@ -631,6 +639,7 @@ class Packed:
         """Cached tokens of all rows, in order; None for a dense row."""
         self.fixed = tuple(fixed_tokens for row in rows for fixed_tokens in row.fixed or (None,))
         """Fixed tokens of all rows, in order; None for a row without any."""
+        self.varies = any(row.varies for row in rows)
         self.sees_fixed = any(row.fixed for row in rows)
         self.backs = tuple(row.back for row in rows for _ in row.fixed or (None,))
         self.captures = tuple(row.capture for row in rows)
@@ -653,6 +662,7 @@ class Packed:
             rows[0].tokens.device,
             tuple(row.context * row.timeless for row in rows),
             any(row.timeless for row in rows),
+            self.varies,
         )
         self.tokens = torch.cat([row.tokens for row in rows])
         self.text = torch.cat([row.text for row in rows])
@@ -690,6 +700,7 @@ class Packed:
             self.tokens.device,
             narrow.context,
             narrow.modes is not None,
+            self.varies,
         )
         return packed
 

@@ -29,8 +29,10 @@ from maskserve_engine.batch.transfer import copy_tensors, mapped, moved
 from maskserve_engine.layers.scatter_kv import slots_of
 from maskserve_engine.layers.shrink_expand import padded_tiles
 
-QUANTUM = 256
-"""Streams and keys have a multiple of so many tokens."""
+QUANTUM, KEYS = 256, 1024
+"""Streams and keys have multiples of so many tokens; unused keys cost memory alone."""
+LONE_TEXT, LONE_IMAGE = 64, 128
+"""The same for the streams of a lone pass, where pads weigh more."""
 
 
 class Sizes(NamedTuple):
@@ -44,10 +46,12 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, text: Sequence[int], image: Sequence[int], keys: int) -> Sizes:
         """Return the sizes for passes of these computed tokens that see `keys` keys in all."""
-        return cls(len(text), padded(sum(text)), padded(sum(image)), padded(keys + 1))
+        quanta = (LONE_TEXT, LONE_IMAGE) if len(text) == 1 else (QUANTUM, QUANTUM)
+        of_text, of_image = map(padded, (sum(text), sum(image)), quanta)
+        return cls(len(text), of_text, of_image, padded(keys + 1, KEYS))
 
 
-def padded(count: int, quantum: int = QUANTUM) -> int:
+def padded(count: int, quantum: int) -> int:
     """Return the next of few lengths, which lie twice as far apart where pads weigh less."""
     step = quantum if count <= 8 * quantum else 2 * quantum
     return -(-count // step) * step

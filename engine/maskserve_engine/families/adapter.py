@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -59,6 +59,15 @@ class PrimingRow(Row, Protocol):
         ...
 
 
+class LoneLengths(NamedTuple):
+    """Lengths of rows that step alone, for each of which a GPU prepares their first step."""
+
+    image: Sequence[int] = ()
+    """Numbers of computed image tokens; empty: lengths decide nothing."""
+    words: Sequence[int] = ()
+    """Numbers of a prompt's tokens, without those of the source, the largest last."""
+
+
 class Adapter(Protocol):
     """Runs a family's model over explicit per-row state; the model itself holds none."""
 
@@ -105,6 +114,16 @@ class Adapter(Protocol):
         ...
 
     def blank_prompt(self, tokens: int) -> Conditioning: ...
+
+    def lone_lengths(self, job: EditJob, words: int, usual: tuple[float, float]) -> LoneLengths:
+        """Return the lengths for which a lone row's attention is planned, or its step recorded.
+
+        Args:
+            job: an edit of the size and guidance of most.
+            words: most tokens of a prompt.
+            usual: least and largest share of a picture's tokens that edits compute.
+        """
+        ...
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]: ...
 

@@ -7,7 +7,8 @@ each row keeps the device busy and cuDNN is faster (`cudnn_is_sooner`); then row
 Elsewhere, or without that kernel, there is one call per row.
 
 cuDNN needs about 40 ms on the host to plan each new pair of lengths. Rows compute a bucket's number
-of tokens (`bucket`), so there are few.
+of tokens (`bucket`), so there are few. Where lengths vary with a prompt's words, rows take the
+variable-length call.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Segments:
     moving: bool = False
     """Whether rows end where `q_ends` and `k_ends` say at each run, for recorded steps that serve
     other rows; the spans then only bound them."""
+    varies: bool = False
+    """Whether these lengths seldom come again, so that no kernel is planned for them."""
 
     @property
     def q_longest(self) -> int:
@@ -94,9 +97,17 @@ def uniform(lengths: Sequence[int]) -> int:
     return lengths[0] if len(set(lengths)) == 1 else 0
 
 
-def segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
+def segments(queries: Sequence[int], keys: Sequence[int], *, varies: bool = False) -> Segments:
     q_spans, k_spans = spans(queries), spans(keys)
-    return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
+    return Segments(
+        q_spans,
+        k_spans,
+        ends(q_spans),
+        ends(k_spans),
+        uniform(queries),
+        uniform(keys),
+        varies=varies,
+    )
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:
@@ -136,6 +147,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
 def _together(query: Tensor, rows: Segments, *, alike: bool) -> bool:
     if missing_varlen(query.device, query.dtype) is not None:
         return False
+    if rows.varies:
+        return True
     if alike and rows.q_uniform == rows.k_uniform:
         return False
     if not cudnn_is_sooner(query.device):

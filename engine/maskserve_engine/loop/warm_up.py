@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.layers.attention import bucket, plans_lengths
+from maskserve_engine.fitting.memory import default_passes
 from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.shrink_expand import compile_kernels
 from maskserve_engine.loop.step_planner import PlannedRow, StepPlanner, parts_of
@@ -35,8 +36,8 @@ _REFRESHES = (0, 3, 5, 7)
 their step caches, each with a lookahead and without.
 """
 _USUAL = (1 / 32, 1 / 2)
-"""Least and largest mask ratio whose lengths are planned. Larger edits take much longer than the
-40 ms of a plan.
+"""Least and largest mask ratio of the lengths of a warm-up. Larger edits take much longer than a
+plan of 40 ms, or a recording.
 """
 
 
@@ -47,9 +48,8 @@ def warm_up(
 
     A GPU chooses and compiles kernels by shape, so there it takes dense and cached steps with 1, 2,
     4, … and `max_rows` rows, and the first steps of edits with refresh steps. The longest steps go
-    first, so that recorded ones share their memory. If a transformer plans a lone row's attention
-    for its length, rows of all usual lengths follow, and last the kernels of LoRAs. No results are
-    kept.
+    first, so that recorded ones share their memory. If a lone row's first step of a length takes
+    longer, rows of all usual lengths follow, and last the kernels of LoRAs. No results are kept.
     """
     counts = row_counts(config)[::-1]
     jobs = [_blank_job(config, adapter, number) for number in range(counts[0])]
@@ -66,12 +66,17 @@ def warm_up(
     if refreshes:
         for count in counts:
             _refresh_steps(config, adapter, jobs[:count], planner, work)
-    if work.joint and plans_lengths(adapter.device):  # UNets' shapes depend on the mask's form, too
-        for job in _jobs_of_all_lengths(config, adapter):
-            if cache is not None:
-                _cached_step(adapter, [job], entry, store, planner, work)
-            if refreshes:
-                _refresh_steps(config, adapter, [job], planner, work, refreshes=_REFRESHES[:1])
+    words = adapter.spec.text_tokens(config.model.max_sequence_length)
+    lengths = adapter.lone_lengths(jobs[0], words, _USUAL)
+    for image, text in product(lengths.image, lengths.words):
+        job = _job_of_lengths(config, adapter, image, text)
+        if cache is not None:
+            _cached_step(adapter, [job], entry, store, planner, work)
+        # Steps that compute the text compute all tokens, and those between compute no text.
+        if refreshes and (image == lengths.image[0] or text == lengths.words[-1]):
+            _refresh_steps(config, adapter, [job], planner, work, refreshes=_REFRESHES[:1])
+        elif not refreshes and image == lengths.image[0]:
+            adapter.step([adapter.dense_row(job)], None)
     if config.adapters.store and has_kernels(adapter.device):
         compile_kernels(adapter.device, adapter.dtype)
     adapter.release()
@@ -191,19 +196,19 @@ def _refresh_steps(
         reader.release()
 
 
-def _jobs_of_all_lengths(config: Config, adapter: Adapter) -> Iterator[EditJob]:
-    """Yield edits whose computed tokens, in a square or nearly, fall into each bucket of usual
-    masks.
-    """
-    tokens = adapter.tokens(_blank_job(config, adapter, 0)).total
-    side, (least, most) = math.isqrt(tokens), (int(share * tokens) for share in _USUAL)
-    for length in sorted({bucket(count, tokens) for count in range(least, most + 1)}):
-        rows = min(side, math.isqrt(length))
-        yield _blank_job(config, adapter, 0, (rows / side, length // rows / side))
+def _job_of_lengths(config: Config, adapter: Adapter, image: int, words: int) -> EditJob:
+    """Return an edit of a square or nearly, with so many computed tokens and words."""
+    side = math.isqrt(adapter.tokens(_blank_job(config, adapter, 0)).total)
+    rows = min(side, math.isqrt(image))
+    return _blank_job(config, adapter, 0, (rows / side, image // rows / side), words)
 
 
 def _blank_job(
-    config: Config, adapter: Adapter, number: int, box: tuple[float, float] | None = None
+    config: Config,
+    adapter: Adapter,
+    number: int,
+    box: tuple[float, float] | None = None,
+    words: int | None = None,
 ) -> EditJob:
     """Return an edit of a corner of an empty picture.
 
@@ -213,6 +218,7 @@ def _blank_job(
         number: part of its id.
         box: shares of the picture's height and width that are computed; None: a quarter each is
             edited, with a ring round it.
+        words: tokens of its prompt, without those of the source; None: as many as it may have.
     """
     spec, model = adapter.spec, config.model
     side, ring = warm_up_side(config, spec), model.mask_ring
@@ -224,7 +230,8 @@ def _blank_job(
     mask[: round(side * box[0]), : round(side * box[1])] = 255
     latents = side // spec.vae_scale_factor
     moments = np.zeros((2 * spec.latent_channels, latents, latents), np.float32)
-    words = spec.text_tokens(model.max_sequence_length)
+    if words is None:
+        words = spec.text_tokens(model.max_sequence_length)
     prompt = adapter.blank_prompt(spec.encoder_picture_tokens(latents, latents) + words)
     settings = EditSettings(
         num_inference_steps=spec.steps_default(model.num_inference_steps),
@@ -243,5 +250,5 @@ def _blank_job(
         pixels_id="0" * 32,
     )
     masked = moments if spec.semantics.masked_picture else np.zeros((0, 0, 0), np.float32)
-    negative = prompt if spec.guidance == "cfg" else None
+    negative = prompt if default_passes(config, spec) == 2 else None
     return EditJob(request, mask, moments, masked, prompt, negative)

@@ -4,7 +4,7 @@ has had them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.mmdit import adapter as flow_adapter
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.shrink_expand import compile_kernels
-from maskserve_engine.loop import warm_up as warm_up_module
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.loop.warm_up import warm_up
 from maskserve_engine.start.assembly import assemble
@@ -39,6 +40,13 @@ T = TypeVar("T")
 MOST = 4
 """Rows of a step."""
 EDITS = 12
+REPEATED = (1, 8, 60)
+"""How often an edit's prompt is said: short, middle and long ones."""
+SECTIONS = {
+    "qwen-image": {"native_resolution": 128, "max_sequence_length": 192},
+    "z-image": {"native_resolution": 128, "max_sequence_length": 160, "guidance_scale": 0},
+}
+"""Settings with which a model whose prompts have any length has lone steps of several sizes."""
 
 
 def aside(call: Callable[[], T]) -> T:
@@ -48,7 +56,9 @@ def aside(call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def engine_on(folder: Path, real: Adapter, encoder: Encoder) -> Iterator[Engine]:
+def engine_on(
+    folder: Path, real: Adapter, encoder: Encoder, model_section: Mapping[str, int]
+) -> Iterator[Engine]:
     """An engine on the fake device of the context, with recorded steps of a real adapter's
     model.
     """
@@ -57,7 +67,7 @@ def engine_on(folder: Path, real: Adapter, encoder: Encoder) -> Iterator[Engine]
     adapter = type(real)(real.spec, model, real.sampler, recorded_rows=2.3, refresh_rule=rule)
     config = config_of(
         folder,
-        model={"device": str(DEVICE), "dtype": "bfloat16"},
+        model={**model_section, "device": str(DEVICE), "dtype": "bfloat16"},
         cache={"budget_bytes": 2**28},
         engine={"max_rows": MOST},
     )
@@ -74,7 +84,9 @@ def engine_on(folder: Path, real: Adapter, encoder: Encoder) -> Iterator[Engine]
 
 
 def edits_of(encoder: Encoder, side: int) -> Iterator[EditJob]:
-    """First edits, of pictures of the model's size, by masks of any usual size."""
+    """First edits, of pictures of the model's size, by masks of any usual size and prompts of any
+    length.
+    """
     rng = fresh_rng()
     for number in range(EDITS):
         steps = int(rng.integers(4, 12))
@@ -84,18 +96,34 @@ def edits_of(encoder: Encoder, side: int) -> Iterator[EditJob]:
         height, width = (int(rng.integers(1, side // 2)) for _ in range(2))
         mask[top : top + height, left : left + width] = 255
         pixels = rng.integers(0, 256, (side, side, 3), dtype=np.uint8)
-        case = replace(case, pixels=pixels, mask=mask)
+        prompt = " ".join([case.prompt] * REPEATED[number % len(REPEATED)])
+        case = replace(case, pixels=pixels, mask=mask, prompt=prompt)
         yield aside(partial(encode_case, encoder, case, str(number)))
 
 
-def first_calls(folder: Path) -> set[Hashable]:
-    """Return what edits that come and go do first, and the warm-up has not done."""
-    encoder = load_encoder(config_of(folder))
-    real = load_adapter(config_of(folder, model={"dtype": "bfloat16"}))
-    with FakeCuda() as cuda, FirstCalls() as calls, engine_on(folder, real, encoder) as engine:
+def lone_sizes(engine: Engine) -> set[Sizes]:
+    """Return the sizes of lone steps that were recorded."""
+    adapter = engine.adapter
+    assert isinstance(adapter, FlowAdapter)
+    assert adapter.weights.graphs is not None
+    recorded = [key for key, step in adapter.weights.graphs._steps.items() if step is not None]
+    return {key for key in recorded if isinstance(key, Sizes) and key.passes == 1}
+
+
+def first_calls(folder: Path, **model_section: int) -> set[Hashable]:
+    """Return what edits that come and go do first, and the warm-up has not done: kernels, plans,
+    and recorded sizes of lone steps.
+    """
+    encoder = load_encoder(config_of(folder, model=model_section))
+    real = load_adapter(config_of(folder, model={**model_section, "dtype": "bfloat16"}))
+    with (
+        FakeCuda() as cuda,
+        FirstCalls() as calls,
+        engine_on(folder, real, encoder, model_section) as engine,
+    ):
         planner, adapter = engine.runner.planner, engine.adapter
         warm_up(engine.config, adapter, engine._store_and_kinds(), planner)
-        warm = set(calls.keys)
+        warm = calls.keys | lone_sizes(engine)
         edits = edits_of(encoder, adapter.spec.native_resolution)
         waiting: list[Sink] = []
         for turn, job in enumerate(edits):
@@ -109,7 +137,7 @@ def first_calls(folder: Path) -> set[Hashable]:
             engine.run_once()
             cuda.catch_up()
         assert all(sink.final() for sink in waiting)
-        return calls.keys - warm
+        return (calls.keys | lone_sizes(engine)) - warm
 
 
 def is_plan(call: Hashable) -> bool:
@@ -118,14 +146,25 @@ def is_plan(call: Hashable) -> bool:
 
 def brief(call: Hashable) -> str:
     """Return a kernel's name and constants, of its whole key."""
+    if isinstance(call, Sizes):
+        return str(call)
     assert isinstance(call, tuple)
     name, *parts = call
     return f"{name} {[part for part in parts if is_plan(call) or 'constexpr' in part]}"
 
 
-@pytest.mark.parametrize("name", ["flux-fill", "klein"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flux-fill",
+        "klein",
+        pytest.param("qwen-image", marks=pytest.mark.slow),  # a minute, as z-image
+        pytest.param("z-image", marks=pytest.mark.slow),
+    ],
+)
 def test_a_first_edit_compiles_and_plans_nothing(name: str, tmp_path: Path) -> None:
-    assert list(map(brief, first_calls(FAMILIES[name](tmp_path / name)))) == []
+    calls = first_calls(FAMILIES[name](tmp_path / name), **SECTIONS.get(name, {}))
+    assert list(map(brief, calls)) == []
 
 
 @pytest.mark.parametrize("ranks", [(16,), (4, 40)])
@@ -148,5 +187,5 @@ def test_an_edit_with_a_lora_compiles_none_of_its_kernels(ranks: tuple[int, ...]
 def test_without_rows_of_all_lengths_edits_plan_attention(
     tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_up_module, "plans_lengths", lambda device: False)
+    monkeypatch.setattr(flow_adapter, "plans_lengths", lambda device: False)
     assert any(map(is_plan, first_calls(tiny_fill)))

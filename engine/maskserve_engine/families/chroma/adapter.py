@@ -60,8 +60,6 @@ class ChromaWeights(FluxWeights):
 
 
 class ChromaBatch(FluxBatch):
-    text_varies = True
-
     def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, ChromaWeights)
         assert weights.approximator is not None
@@ -80,6 +78,7 @@ class ChromaAdapter(FluxAdapter):
     family: ClassVar[FamilyModule] = chroma
     transformer = "ChromaTransformer2DModel"
     batches = ChromaBatch
+    text_varies = True
     flow_sigmas = frozenset()
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:

@@ -21,8 +21,6 @@ from maskserve_engine.spec.family import FamilyModule
 
 
 class Flux3Batch(FluxBatch):
-    text_varies = True
-
     def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, Flux3Weights)
         return weights.vectors(self.timesteps[steps], self.targets[steps])
@@ -32,6 +30,7 @@ class Flux3Adapter(Flux2Adapter):
     family: ClassVar[FamilyModule] = flux3
     transformer = "Flux3Transformer2DModel"
     batches = Flux3Batch
+    text_varies = True
     flow_sigmas = frozenset()
     sampler_shift = 6.93
 

@@ -98,8 +98,6 @@ class JoyStep(FluxStep):
 
 
 class JoyBatch(FluxBatch):
-    text_varies = True
-
     def vectors(self, weights: FluxWeights, steps: slice) -> tuple[Vectors, ...]:
         assert isinstance(weights, JoyWeights)
         emb = embed_times(weights, self.timesteps[steps])
@@ -128,6 +126,7 @@ class JoyImageAdapter(FluxAdapter):
     family: ClassVar[FamilyModule] = joyimage
     transformer = "JoyImageEditTransformer3DModel"
     batches = JoyBatch
+    text_varies = True
     text_places: ClassVar[tuple[str, ...]] = (*FluxAdapter.text_places, _TEXT)
     passes_sigmas = False
     flow_sigmas = frozenset()

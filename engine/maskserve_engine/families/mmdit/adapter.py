@@ -21,6 +21,7 @@ from maskserve_common.contracts.request import EditKind, model_steps, steps_run
 from maskserve_engine.adapters.fuse import fuse_configured_loras
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.batch.picture_tokens import PICTURE_KEYS, PictureKeys, picture_keys_of
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
@@ -28,7 +29,7 @@ from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.adapter import work_of
+from maskserve_engine.families.adapter import LoneLengths, work_of
 from maskserve_engine.families.control import (
     NetBatch,
     NetRow,
@@ -68,6 +69,7 @@ from maskserve_engine.families.mmdit.spans import (
     SharedEntry,
     TokenSpan,
 )
+from maskserve_engine.layers.attention import bucket, plans_lengths
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
 from maskserve_engine.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule
@@ -90,6 +92,8 @@ class FlowRowMaker(ABC):
 
     spec: ModelSpec
     device: torch.device
+    text_varies: ClassVar[bool] = False
+    """Whether a prompt's length is that of its words."""
 
     def __init__(self, preparation: FlowPreparation) -> None:
         self._preparation = preparation
@@ -259,6 +263,7 @@ class FlowRowMaker(ABC):
             job.request.settings.guidance_scale if self.spec.guidance == "embedded" else None,
             self.pads(grid),
             self.timeless,
+            varies=self.text_varies,
             picture=self._picture(job, prompt.picture),
         )
 
@@ -449,6 +454,28 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
     def blank_prompt(self, tokens: int) -> Conditioning:
         width = self.spec.denoiser["joint_attention_dim"]
         return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
+
+    def lone_lengths(self, job: EditJob, words: int, usual: tuple[float, float]) -> LoneLengths:
+        """Return a length of each size to which recorded steps are padded, if prompts have any
+        length; otherwise each bucket, if attention is planned.
+        """
+        grid, total = grid_of(job), self.tokens(job).total
+        least, most = (int(share * total) for share in usual)
+        buckets = sorted({bucket(count, total) for count in range(least, most + 1)})
+        if not self.text_varies:
+            return LoneLengths(buckets, [words]) if plans_lengths(self.device) else LoneLengths()
+        if self.weights.graphs is None:
+            return LoneLengths()
+        passes = 1 if job.negative is None else 2
+
+        def sizes(text: int, image: int) -> Sizes:
+            return Sizes.of((text,) * passes, (image,) * passes, 0)
+
+        of_image = {sizes(0, count).image: count for count in buckets}
+        of_text = {
+            sizes(self.text_tokens(count, grid), 0).text: count for count in range(1, words + 1)
+        }
+        return LoneLengths([*of_image.values()], [*of_text.values()])
 
     def text_tokens(self, words: int, grid: tuple[int, int]) -> int:
         return words

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,13 +77,11 @@ class FlowStep:
     model: Transformer
     packed: Packed
     kinds: Sequence[str]
-    pads_lone: bool = False
-    """Whether a lone pass is padded, too: prompts of other lengths would be other shapes."""
 
     @property
     def shapes(self) -> Hashable | None:
-        """A lone pass has the kernels of its own length, unless it is captured or `pads_lone`. With
-        LoRAs only lone passes and padded ones are recorded.
+        """A lone pass has the kernels of its own length, unless it is captured or its text varies.
+        With LoRAs only lone passes and padded ones are recorded.
         """
         cached = self.packed.cached_cis is not None
         sizes, updates = self.sizes, self.model.updates
@@ -103,11 +101,13 @@ class FlowStep:
 
     @property
     def sizes(self) -> Sizes | None:
-        """Sizes to which the step is padded if it is recorded; None: it is not padded."""
+        """Sizes to which the step is padded if it is recorded; None: it is not padded. A lone pass
+        whose text varies is, since prompts of other lengths would be other shapes.
+        """
         packed = self.packed
         loads = packed.cached_cis is None or set(self.kinds) == {"kv"}
         several = len(packed.rows) > 1 or packed.primes
-        return sizes_of(packed) if loads and (several or self.pads_lone) else None
+        return sizes_of(packed) if loads and (several or packed.varies) else None
 
     @property
     def common(self) -> bool:
@@ -143,9 +143,6 @@ W = TypeVar("W", bound=FlowWeights)
 
 class FlowBatch(ReusableBatch[Row, W]):
     """Rows and their packed inputs. A row belongs to the batch that packed it last."""
-
-    text_varies: ClassVar[bool] = False
-    """Whether a prompt's length is that of its words."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
@@ -234,7 +231,7 @@ class FlowBatch(ReusableBatch[Row, W]):
         elif self._skippers:
             velocity = forward_skipping(model_step, self.packed, kinds, self._skippers)
         elif self._recorded and weights.graphs is not None and self._fits(weights.graphs):
-            step = FlowStep(model_step, self.packed, kinds, self.text_varies)
+            step = FlowStep(model_step, self.packed, kinds)
             velocity = weights.graphs.answer(step)
         else:
             velocity = forward(model_step, self.packed, kinds)

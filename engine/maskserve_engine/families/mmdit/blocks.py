@@ -191,6 +191,12 @@ def clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
+def swiglu_(x: Tensor) -> Tensor:
+    """Return `swiglu` of [N, 2 · D], written over its first half."""
+    first, second = x.chunk(2, dim=-1)
+    return F.silu(first, inplace=True).mul_(second)
+
+
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Split into queries and keys [N, 2, heads, head_dim] and values [N, heads, head_dim]."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
@@ -224,7 +230,8 @@ def stream_post(
         x = clip(x)
         normed = modulate(x, shift, scale, fp8)
     if gated:
-        hidden = down(swiglu(up(normed, rows)), rows)
+        activate = swiglu if isinstance(down, Fp8Linear) else swiglu_
+        hidden = down(activate(up(normed, rows)), rows)
     elif fp8 and isinstance(down, Fp8Linear):
         hidden = down(quantised_gelu(up(normed)))
     else:
@@ -384,6 +391,7 @@ class FluxStep:
             return c.view_as(text), x.view_as(image), ahead
         begin = packing.text[0] if image_alone else 0
         joined, x, gate = carried
+        del carried
         rows = packing.row_stream.spans
         if image_alone:
             attended, joined, x, image = (tokens[begin:] for tokens in (attended, joined, x, image))
@@ -411,11 +419,12 @@ class FluxStep:
             values, up = joined.tensor_split((attended.shape[1],), dim=1)
             values.copy_(attended)
             if self.gated:
-                joined = joined[:, : attended.shape[1] + up.shape[1] // 2]
-                swiglu(up, out=joined[:, attended.shape[1] :])
+                joined = joined[:, : attended.shape[1] + swiglu_(up).shape[1]]
             else:
                 gelu(up, out=up)
+            del values, up, attended
             hidden = _product(block.out, joined, packing, rows)
+        del joined
         if not continues or half:
             out, _ = add_gated(x, gate, hidden)
             return text, (clip(out) if half else out).view_as(image), None

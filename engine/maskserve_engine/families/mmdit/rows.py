@@ -56,6 +56,8 @@ class PromptPass:
     """See `RowInput.pads`."""
     timeless: bool = False
     """See `RowInput.timeless`."""
+    varies: bool = False
+    """See `RowInput.varies`."""
     words: FixedWords | None = None
     """Prompt that does not depend on the row; `text` is then empty."""
     cache: StepCache | None = None
@@ -490,6 +492,7 @@ class FlowPrimingRow:
             tokens, prompt.text, prompt.pooled, prompt.guidance, torch.cat((prompt.cis, self.cis)),
             capture=self.recorder, pads=prompt.pads,
             context=0 if context is None else len(context), timeless=prompt.timeless,
+            varies=prompt.varies,
         )  # fmt: skip
         return row_input if references is None else replace(row_input, fixed=references.whole)
 
@@ -586,6 +589,7 @@ def _input(row: FlowRow, prompt: PromptPass, step: int, computed: ComputedSpans)
         context=0 if context is None or words else len(context),
         still=sum(len(tokens) for tokens in contexts if tokens is not None),
         timeless=prompt.timeless,
+        varies=prompt.varies,
         fixed=fixed if prompt.words is None else (*fixed, prompt.words),
         back=None if prompt.words is None else prompt.words.back,
         pads=prompt.pads,

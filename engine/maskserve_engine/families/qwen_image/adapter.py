@@ -19,8 +19,6 @@ from maskserve_engine.spec.family import FamilyModule
 
 
 class QwenImageBatch(FluxBatch):
-    text_varies = True
-
     @staticmethod
     def guide(positive: Tensor, negative: Tensor, scale: float) -> None:
         """Guide, then scale each token's answer to the length of its first pass's."""
@@ -33,6 +31,7 @@ class QwenImageAdapter(FluxAdapter):
     family: ClassVar[FamilyModule] = qwen_image
     transformer = "QwenImageTransformer2DModel"
     batches = QwenImageBatch
+    text_varies = True
     flow_sigmas = frozenset()
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:

@@ -21,6 +21,7 @@ from maskserve_engine.batch.picture_tokens import picture_keys_of
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
+from maskserve_engine.families.adapter import LoneLengths
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.batch import Row, UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetInputs
@@ -170,6 +171,9 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
 
     def batch_key(self, job: EditJob) -> Hashable:
         return job.moments.shape  # convolutions run on all positions of all rows at once
+
+    def lone_lengths(self, job: EditJob, words: int, usual: tuple[float, float]) -> LoneLengths:
+        return LoneLengths()  # shapes depend on the mask's form, too
 
     def blank_prompt(self, tokens: int) -> Conditioning:
         config = self.model.config

@@ -40,8 +40,6 @@ _ZERO = torch.zeros(1, dtype=torch.int64)
 
 
 class ZImageBatch(ControlledBatch[ZImageWeights]):
-    text_varies = True
-
     @staticmethod
     def precomputed_steps(passes: int) -> int:
         return precomputed_steps(passes)
@@ -94,13 +92,14 @@ class ZImageAdapter(ControlledAdapter[ZImageWeights]):
     family: ClassVar[FamilyModule] = z_image
     transformer = "ZImageTransformer2DModel"
     batches = ZImageBatch
+    text_varies = True
     preparation = ZImagePreparation
     text_places = ("context_embedder", "context_blocks.")
     _read_weights: ZImageWeights | None = None
     """See `_opening_weights`."""
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> ZImageWeights:
-        return ZImageWeights.of(model, placed_bytes)
+        return replace(ZImageWeights.of(model, placed_bytes), graphs=graphs)
 
     @staticmethod
     def places_of(model: Any) -> Mapping[str, Place]:

@@ -241,6 +241,6 @@ def refined(weights: ZImageWeights, embeds: Tensor, multiple: int, cis: Tensor) 
     for block in weights.context_blocks:
         qk, v = queries(weights, block, x, None, cis, rows)
         q, k = qk.unbind(1)
-        attention_out = attention(q, k, v, segments([len(x)], [len(x)])).flatten(1)
+        attention_out = attention(q, k, v, segments([len(x)], [len(x)], varies=True)).flatten(1)
         x = feed_forward(weights, block, x, attention_out, None, rows)
     return x

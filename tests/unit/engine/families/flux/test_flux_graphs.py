@@ -19,7 +19,7 @@ from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import forward
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import Packed
-from maskserve_engine.batch.padding import QUANTUM, PaddedRows, Sizes
+from maskserve_engine.batch.padding import LONE_IMAGE, PaddedRows, Sizes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit import batch as flow_batch
@@ -523,7 +523,7 @@ def test_steps_of_drawn_batches_are_replayed_padded(folder: Path, encoder: Encod
                 assert recorded.shape == expected.shape
                 assert recorded.dtype == expected.dtype
     sizes = [name for name in graphs_of(recording)._steps if isinstance(name, Sizes)]
-    assert {name.image % QUANTUM for name in sizes} == {0}
+    assert {name.image % LONE_IMAGE for name in sizes} == {0}
     assert len(sizes) < 24, "few serve all batches"
     assert capture.recorded > 0, seed
     assert graphs_of(recording)._capture is capture, "recording was turned off"
