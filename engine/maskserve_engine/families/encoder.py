@@ -46,27 +46,27 @@ RIM = 1
 class _TextCall:
     """A call of a text encoder that may be recorded (`graphs.BatchStep`)."""
 
-    model: Any
+    states_of: Callable[[Tensor], Tensor]
     packed: Tensor
-    """[prompts, length] token ids."""
+    """[…, prompts, length] token ids, and what else the encoder reads."""
 
     @property
     def shapes(self) -> Hashable | None:
-        return tuple(self.packed.shape) if len(self.packed) <= RECORDED_PROMPTS else None
+        *_, prompts, _ = shape = tuple(self.packed.shape)
+        return shape if prompts <= RECORDED_PROMPTS else None
 
     @property
     def common(self) -> bool:
         return True
 
     def copied(self, inputs: Inputs) -> _TextCall:
-        return _TextCall(self.model, self.packed.clone())
+        return _TextCall(self.states_of, self.packed.clone())
 
     def take(self, other: _TextCall, *, all_inputs: bool) -> None:
         self.packed.copy_(other.packed)
 
     def run(self, launcher: Launcher) -> Tensor:
-        states: Tensor = self.model(self.packed).last_hidden_state
-        return states
+        return self.states_of(self.packed)
 
     def answer_of(self, recorded: Tensor) -> Tensor:
         return recorded.clone()
@@ -79,7 +79,7 @@ class TextEncoder:
     length: int
     """Tokens of a prompt: shorter prompts are padded, longer ones cut, as in diffusers."""
     graphs: Graphs | None = field(default=None, kw_only=True)
-    """Records `states`, a graph for each number of prompts; None: nothing is recorded."""
+    """Records calls, a graph for each number of prompts; None: nothing is recorded."""
 
     @classmethod
     def load(
@@ -117,11 +117,21 @@ class TextEncoder:
 
     def states(self, prompts: Sequence[str]) -> Tensor:
         """Return [prompts, length, width] of the last layer."""
-        call = _TextCall(self.model, self._ids(prompts))
+        return self.answer(self._last_states, self._ids(prompts))
+
+    def _last_states(self, ids: Tensor) -> Tensor:
+        states: Tensor = self.model(ids).last_hidden_state
+        return states
+
+    def answer(self, states_of: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        """Return the states of inputs [..., prompts, length], always of the same function, whose
+        calls may be recorded.
+        """
+        call = _TextCall(states_of, inputs)
         return call.run(Launcher()) if self.graphs is None else self.graphs.answer(call)
 
     def recorded(self) -> Self:
-        """Return the encoder with calls of `states` recorded on a CUDA device that holds its
+        """Return the encoder with calls of `answer` recorded on a CUDA device that holds its
         weights.
         """
         return replace(self, graphs=Graphs.on(self.model.device, self.model.dtype))

@@ -408,23 +408,31 @@ def call_bytes(config: Config, stage: Stage, spec: ModelSpec, device: str, total
     """
     if stage == "decoder":
         return image_bytes(config, stage, spec)
-    recorded = recorded_t5_bytes(config, spec) if device == "cuda" else 0
+    recorded = recorded_text_bytes(config, spec) if device == "cuda" else 0
     pictures = encoded_at_once(config, spec, device, total) * image_bytes(config, stage, spec)
     return recorded + pictures + ip_adapter_bytes(config, spec, device)
 
 
-def recorded_t5_bytes(config: Config, spec: ModelSpec) -> int:
-    """Return the bytes that a recorded T5 keeps; 0: it is not recorded. Four tensors of each width
-    are alive at once beside the position bias, or three of the bias while it is computed.
+def recorded_text_bytes(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes that a recorded text encoder keeps; 0: none is recorded.
+
+    In a T5 four tensors of each width are alive at once beside the position bias, or three of the
+    bias while it is computed. In a decoder all layers' states are, their stack, three tensors of a
+    feed-forward's width, and the mask.
     """
-    if not (spec.recorded_t5 and config.engine.cuda_graphs) or config.model.t5_offload:
+    if not (spec.recorded_text and config.engine.cuda_graphs) or config.model.t5_offload:
         return 0
-    shape = read_json(Path(config.model.path) / spec.recorded_t5 / "config.json")
+    shape = read_json(Path(config.model.path) / spec.recorded_text / "config.json")
     length = config.model.max_sequence_length
-    bias = int(shape["num_heads"]) * length**2
-    widths = int(shape["d_model"]) + int(shape["d_ff"])
     tokens = RECORDED_PROMPTS * length
-    values = max(4 * tokens * widths + bias, 3 * bias)
+    if spec.text_layers:
+        shape = shape.get("text_config", shape)
+        states = (spec.text_layers + 2) * int(shape["hidden_size"])
+        values = tokens * (states + 3 * int(shape["intermediate_size"]) + length)
+    else:
+        bias = int(shape["num_heads"]) * length**2
+        widths = int(shape["d_model"]) + int(shape["d_ff"])
+        values = max(4 * tokens * widths + bias, 3 * bias)
     return values * dtype_of(config).itemsize + tokens * torch.int64.itemsize
 
 

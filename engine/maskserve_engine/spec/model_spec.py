@@ -229,8 +229,11 @@ class ModelSpec:
     """Tokens of every prompt beside those that the configuration limits."""
     t5: bool = False
     """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
-    recorded_t5: str = ""
-    """Folder of the T5 whose calls are CUDA graphs; empty: there is none."""
+    recorded_text: str = ""
+    """Folder of the text encoder whose calls are CUDA graphs; empty: there is none."""
+    text_layers: int = 0
+    """Layers that this text encoder runs, all of whose states it keeps; 0: it is a T5, which keeps
+    the last ones."""
     encoder_picture: EncoderPicture | None = None
     """Part of the source that its text encoder sees, if any; each prompt is then
     about a picture.

@@ -176,7 +176,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         skips_steps=not semantics.reference,
         keeps_placed=True,
         t5=True,
-        recorded_t5="text_encoder_2",
+        recorded_text="text_encoder_2",
         least_steps=least_steps(sampler),
     )
 

@@ -49,6 +49,10 @@ measured."""
 REGION = RegionRule(after=2, threshold=0.3)
 """Measured at 20 steps (docs/adr/0091)."""
 _PATCH = 2
+LAYERS, DEV_LAYERS = (9, 18, 27), (10, 20, 30)
+"""Layers of the text encoder whose states the pipelines stack; layers after the last one are not
+computed.
+"""
 _MOST_PICTURES = 10
 """References of the models' cards."""
 _MODULATIONS = {
@@ -102,6 +106,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         denoiser=denoiser,
         control=None,
         edit_kinds=ALL_KINDS,
+        recorded_text="text_encoder",
+        text_layers=(DEV_LAYERS if embedded else LAYERS)[-1],
         keeps_placed=True,
         least_steps=least_steps(sampler),
     )

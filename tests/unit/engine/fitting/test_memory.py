@@ -14,21 +14,24 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from msgspec import structs
-from transformers import T5Config, T5EncoderModel
+from transformers import Qwen3Config, Qwen3Model, T5Config, T5EncoderModel, masking_utils
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.published_models import T5_XXL
 from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench, build_unet
 from maskserve_client import commands
+from maskserve_common.config_file import read_json
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.liveness import sign_in
 from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.control import RowControl
-from maskserve_engine.families.encoder import RECORDED_PROMPTS
+from maskserve_engine.families.encoder import RECORDED_PROMPTS, TextEncoder
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.flux.spec import control_work as flux_control_work
+from maskserve_engine.families.flux2.encode import LayerStates
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.families.unet.spec import control_work as unet_control_work
@@ -499,12 +502,35 @@ def test_a_recorded_t5_keeps_no_more_than_was_counted(length: int, tmp_path: Pat
             peaks.append(live.peak)
     model = {"dtype": "bfloat16", "max_sequence_length": length}
     config = config_of(tmp_path, model=model)
-    facts = replace(FILL_SPEC, recorded_t5="text_encoder_2")
-    counted = memory.recorded_t5_bytes(config, facts)
+    facts = replace(FILL_SPEC, recorded_text="text_encoder_2")
+    counted = memory.recorded_text_bytes(config, facts)
     assert 0.95 * counted <= max(peaks) <= counted
     for unrecorded in ({"model": {**model, "t5_offload": True}},
                        {"model": model, "engine": {"cuda_graphs": False}}):  # fmt: skip
-        assert memory.recorded_t5_bytes(config_of(tmp_path, **unrecorded), facts) == 0
+        assert memory.recorded_text_bytes(config_of(tmp_path, **unrecorded), facts) == 0
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_a_recorded_qwen3_keeps_no_more_than_was_counted(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of FLUX.2 klein 4B in bfloat16, with fewer layers."""
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: True)  # as it is recorded
+    folder = CHECKOUT / "assets" / "models" / "flux2-klein-4b-shapes"
+    shape = read_json(folder / "text_encoder" / "config.json")
+    about = Qwen3Config(**{**shape, "num_hidden_layers": 4})
+    about.save_pretrained(tmp_path / "text_encoder")
+    with torch.device("meta"), torch.inference_mode():
+        model = Qwen3Model(about).bfloat16().eval()
+        model.norm = torch.nn.Identity()
+        text = TextEncoder(None, model, length)
+        inputs = torch.empty(2, RECORDED_PROMPTS, length, dtype=torch.long)
+        with LiveBytes("meta") as live:
+            text.answer(LayerStates(text, (1, 2, 3)).states_of, inputs)
+    config = config_of(tmp_path, model={"dtype": "bfloat16", "max_sequence_length": length})
+    facts = replace(FILL_SPEC, recorded_text="text_encoder", text_layers=4)
+    counted = memory.recorded_text_bytes(config, facts)
+    assert 0.95 * counted <= live.peak <= counted
 
 
 def test_two_pictures_are_counted_where_they_share_a_call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,15 +13,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from transformers import Qwen3Config, Qwen3Model, masking_utils
 
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.families.encoder import TextEncoder
 from maskserve_engine.families.flux2.adapter import Flux2Adapter
+from maskserve_engine.families.flux2.encode import LayerStates
+from maskserve_engine.families.flux2.spec import LAYERS
 from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.spec.control_nets import check_config
 from maskserve_engine.spec.model_spec import anchor_stride
+from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import config_of, tolerance
@@ -28,6 +36,7 @@ from tests.fakes.tiny_flux2 import PARTS_TEMPLATE, build_tiny_flux2, chat_tokeni
 from tests.support.cached_rows import Primed, cached, result
 from tests.support.draws import fresh_rng
 from tests.support.family_cases import FamilyModel
+from tests.support.replayed import Replayed
 
 pytestmark = pytest.mark.spread("model")
 
@@ -37,6 +46,50 @@ def model(
     request: pytest.FixtureRequest, family_model: Callable[[str], FamilyModel]
 ) -> FamilyModel:
     return family_model(request.param)
+
+
+@pytest.mark.parametrize("name", ["klein", "flux2-dev"])
+def test_a_recorded_text_encoder_gives_the_states_that_it_gives_without(
+    name: str, family_model: Callable[[str], FamilyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for each number of prompts, up to two; prompts of other lengths replay it."""
+    encoder: Any = family_model(name).encoder
+    recorded, capture = copy(encoder), Replayed()
+    recorded.text = replace(encoder.text, graphs=Graphs(capture))
+    several = ["one", "two", "three"]
+    for prompts in (["a cat"], ["a red star, please"], [""], ["a hat", "red"], several, several):
+        expected = encoder.encode_prompts(prompts)
+        with monkeypatch.context() as patches:  # as transformers sees a device that records
+            patches.setattr(masking_utils, "is_tracing", lambda tensor=None: True)
+            answers = recorded.encode_prompts(prompts)
+        for answer, alone in zip(answers, expected, strict=True):
+            np.testing.assert_allclose(
+                answer["prompt_embeds"], alone["prompt_embeds"], rtol=1e-5, atol=1e-5
+            )
+    assert capture.recorded == 2
+
+
+def test_a_recorded_text_encoder_launches_one_graph() -> None:
+    """Klein 4B's, up to the last layer that is read."""
+    about = Qwen3Config(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=27, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3Model(about).bfloat16().eval()
+    model.norm = torch.nn.Identity()
+    with FakeCuda() as cuda, torch.inference_mode():
+        rotary = fake_weights(model).rotary_emb
+        rotary.inv_freq = torch.empty_like(rotary.inv_freq, device=DEVICE)
+        ids = torch.zeros(2, 1, 512, dtype=torch.int64, device=DEVICE)
+        text, launches = TextEncoder(None, model, 512), list[int]()
+        for encoder in (text, text.recorded()):
+            states = LayerStates(encoder, LAYERS)
+            states(input_ids=ids[0], attention_mask=ids[1])
+            with cuda.watch() as log:
+                states(input_ids=ids[0], attention_mask=ids[1])
+            launches.append(log.launches)
+    assert launches == [1539, 4], "the graph, and copies"
 
 
 @pytest.mark.parametrize("steps", [1, 4, 28, 50])
