@@ -27,7 +27,7 @@ from torch import Tensor
 
 from maskserve_engine.layers.attention import missing_varlen
 
-MOST_RECORDED = 256
+MOST_RECORDED = 128
 """Number of recorded steps that are kept; the least recently used one goes first."""
 _TOLERANCE = 0.02
 """Largest accepted difference of a recorded step, as a share of the largest absolute answer."""

@@ -418,7 +418,7 @@ def recorded_text_bytes(config: Config, spec: ModelSpec) -> int:
 
     In a T5 four tensors of each width are alive at once beside the position bias, or three of the
     bias while it is computed. In a decoder all layers' states are, their stack, three tensors of a
-    feed-forward's width, and the mask.
+    feed-forward's width, the mask, and the angles of positions.
     """
     if not (spec.recorded_text and config.engine.cuda_graphs) or config.model.t5_offload:
         return 0
@@ -428,7 +428,8 @@ def recorded_text_bytes(config: Config, spec: ModelSpec) -> int:
     if spec.text_layers:
         shape = shape.get("text_config", shape)
         states = (spec.text_layers + 2) * int(shape["hidden_size"])
-        values = tokens * (states + 3 * int(shape["intermediate_size"]) + length)
+        head = int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
+        values = tokens * (states + 3 * int(shape["intermediate_size"]) + length + 2 * head)
     else:
         bias = int(shape["num_heads"]) * length**2
         widths = int(shape["d_model"]) + int(shape["d_ff"])
