@@ -8,7 +8,6 @@ import io
 import json
 import os
 import queue
-import re
 import signal
 import threading
 import urllib.request
@@ -28,10 +27,12 @@ from tritonclient.utils import InferenceServerException
 from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client.client import Client
 from maskserve_client.masks import Masks
+from maskserve_common.config import ValuesConfig
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import TEMPLATE_ID
 from maskserve_common.errors import InvalidRequest, MaskserveError, TemplateNotFound
-from maskserve_common.files.store import size_of
+from maskserve_common.files.store import listed, size_of
+from maskserve_common.files.values import Values
 from maskserve_serving.supervisor import Supervisor
 from maskserve_workflows.folder import read_plans
 from maskserve_workflows.node_request import ModelSetup
@@ -48,8 +49,8 @@ from tests.support.workflows import DRAWN, interpret, plans_of_every_kind, run_o
 SIDE = 64
 SOURCE = encode(scene(SIDE, SIDE))
 STEPS, SEED = 4, 11
-_OF_A_RUN = re.compile("[0-9a-f]{64}[.]unscoped-[0-9a-f]{32}")
-"""That a run has a value."""
+_KEPT = "unscoped-kept"
+"""How the names begin under which routers keep answers for later runs."""
 
 
 def two_regions() -> bytes:
@@ -102,9 +103,9 @@ class Site:
         """Their folder."""
         return self.supervisor.workers[0].spec.files.values
 
-    def names(self) -> set[str]:
-        """Names of all files: values, their owners and runs."""
-        return {path.name for path in self.values.iterdir()}
+    def runs(self) -> set[Path]:
+        """Folders of all runs that have not ended, each with an empty file for each value."""
+        return set(listed(self.values / ".open"))
 
     def idle(self) -> bool:
         """Whether no worker has an edit, and the node server no call."""
@@ -482,8 +483,8 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
     site: Site, tmp_path: Path, folder: Path
 ) -> None:
     """While edits run whose masks a node has made, for one answer or a stream. Nobody ends their
-    runs: rows end with the connections, and values where servers look for what has expired, though
-    no other run comes.
+    runs: rows end with the connections, and values where a server looks for what has expired, as
+    each does when it starts, though no other run comes.
     """
     eventually("all serve", site.whole, timeout_s=240)
     workers, nodes = site.supervisor.workers, site.supervisor.services[-1]
@@ -497,15 +498,17 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
     }  # fmt: skip
     expected, _ = site.run("regions", **run_inputs)
     eventually("that run has ended", site.idle, timeout_s=60)
-    names_before = site.names()
+    runs_before = site.runs()
 
-    def left() -> set[str]:
-        return site.names() - names_before
+    def left() -> set[Path]:
+        return site.runs() - runs_before
 
-    def under_way(earlier: set[str]) -> bool:
-        """Inputs of another run lie there, and both regions; rows run."""
-        of_run = [name for name in left() - earlier if _OF_A_RUN.fullmatch(name)]
-        return len(of_run) >= 4 and any(status(worker.grpc_url)["running"] for worker in workers)
+    def under_way(earlier: set[Path]) -> bool:
+        """Another run has its inputs and both regions; rows run."""
+        runs = [run for run in left() - earlier if not run.name.startswith(_KEPT)]
+        return any(len(listed(run)) >= 4 for run in runs) and any(
+            status(worker.grpc_url)["running"] for worker in workers
+        )
 
     tables: dict[str, dict[str, object]] = {
         "workflows": {"folder": str(folder), "nodes": [nodes.grpc_url]},
@@ -536,10 +539,10 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
             assert any(killed_under(run) for _ in range(20))
 
         def all_expired() -> bool:
-            for mark in left():
-                if mark.startswith(".open-"):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.utime(site.values / mark, (1, 1))  # hours ago
+            for run in left():
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(run, (1, 1))  # hours ago
+            Values(ValuesConfig(folder=str(site.values))).stored()
             return not left()
 
         eventually("all has expired", all_expired, timeout_s=240)
