@@ -213,7 +213,7 @@ class FlowModel:
     model's width; a test counts them."""
     draw: Callable[[int, np.random.Generator], Iterator[Row]] = rows_of
     text_varies: bool = False
-    """`FlowBatch.text_varies`."""
+    """`FlowRowMaker.text_varies`."""
     keeps_text: bool = True
     """Whether the steps of a hit, but for refresh steps, leave out its text."""
 

@@ -44,7 +44,7 @@ REPEATED = (1, 8, 60)
 """How often an edit's prompt is said: short, middle and long ones."""
 SECTIONS = {
     "qwen-image": {"native_resolution": 128, "max_sequence_length": 192},
-    "z-image": {"native_resolution": 128, "max_sequence_length": 160, "guidance_scale": 0},
+    "z-image-turbo": {"native_resolution": 128, "max_sequence_length": 160, "guidance_scale": 0},
 }
 """Settings with which a model whose prompts have any length has lone steps of several sizes."""
 
@@ -158,8 +158,8 @@ def brief(call: Hashable) -> str:
     [
         "flux-fill",
         "klein",
-        pytest.param("qwen-image", marks=pytest.mark.slow),  # a minute, as z-image
-        pytest.param("z-image", marks=pytest.mark.slow),
+        pytest.param("qwen-image", marks=pytest.mark.slow),  # minutes
+        pytest.param("z-image-turbo", marks=pytest.mark.slow),
     ],
 )
 def test_a_first_edit_compiles_and_plans_nothing(name: str, tmp_path: Path) -> None:
