@@ -231,6 +231,7 @@ class GrpcServer:
                 task = asyncio.create_task(serve(raw))
                 tasks.add(task)
                 task.add_done_callback(done)
+                await asyncio.sleep(0)  # its own error comes before that of the next message
                 raw = await anext(requests)
         except StopAsyncIteration:  # the client sends no more
             await asyncio.gather(*tasks)

@@ -124,9 +124,9 @@ def watched_net(net: FluxControlNet) -> tuple[FluxControlNet, list[list[int]]]:
     computed: list[list[int]] = []
 
     class Watched(FluxControlNet):
-        def samples(self, packed: Any, at: Any) -> Any:
+        def samples(self, packed: Any, at: Any, scales: Any) -> Any:
             computed.append([len(row.tokens) for row in packed.rows])
-            return super().samples(packed, at)
+            return super().samples(packed, at, scales)
 
     return Watched(*(getattr(net, field.name) for field in fields(net))), computed
 
@@ -376,9 +376,9 @@ def test_nets_are_refreshed_at_their_rows_anchors(
     computed = []
 
     class Watched(FluxControlNet):
-        def samples(self, packed: Any, at: Any) -> Any:
+        def samples(self, packed: Any, at: Any, scales: Any) -> Any:
             computed.append([(len(row.text) > 0, len(row.tokens)) for row in packed.rows])
-            return super().samples(packed, at)
+            return super().samples(packed, at, scales)
 
     plain = nets["plain"]
     watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
@@ -398,7 +398,7 @@ def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_s
     computed, encode = list[int](), keep_tokens.encode
 
     class Scarce(FluxControlNet):
-        def samples(self, packed: Any, at: Any) -> Any:
+        def samples(self, packed: Any, at: Any, scales: Any) -> Any:
             computed.append(len(packed.tokens))
 
             def without_room(x: Any, format: str) -> Any:
@@ -408,7 +408,7 @@ def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_s
 
             with monkeypatch.context() as patched:
                 patched.setattr(keep_tokens, "encode", without_room)
-                yield from super().samples(packed, at)
+                yield from super().samples(packed, at, scales)
 
     plain = nets["plain"]
     scarce = Scarce(*(getattr(plain, field.name) for field in fields(plain)))

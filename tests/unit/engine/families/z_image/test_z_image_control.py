@@ -21,6 +21,7 @@ from maskserve_engine.families.z_image.spec import CONTROL, PADDED_TO, pads_of
 from maskserve_engine.families.z_image.weights import ZImageWeights
 from tests.fakes.control_nets import random_z_image_net
 from tests.fakes.jobs import tolerance
+from tests.support.draws import fresh_rng
 
 _CHANNELS, _TEXT, _REFINERS = 4, 16, 3
 _PLACES = (0, 2, 3)
@@ -93,7 +94,7 @@ def row_of(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_net_of_every_version_equals_diffusers(base: Any, version: str) -> None:
     """In a batch of rows of other sizes, scales, times and prompts, with pads and without."""
-    torch.manual_seed(int(np.random.default_rng().integers(100)))
+    torch.manual_seed(int(fresh_rng().integers(100)))
     model, net = drawn(base, version)
     sizes, scales, words = ((8, 16), (6, 10), (16, 16)), (0.4, 1.3, 0.7), (5, 40, 32)
     latents = [torch.randn(_CHANNELS, *size) for size in sizes]
