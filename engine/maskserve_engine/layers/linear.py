@@ -89,14 +89,12 @@ def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
 
 
-def swiglu(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return SiLU of the first half of each token times the second, [N, D] from [N, 2 · D]; `out`
-    may be the first half of `x`.
+def swiglu(x: Tensor, *, inplace: bool = False) -> Tensor:
+    """Return SiLU of the first half of each token times the second, [N, D] from [N, 2 · D];
+    `inplace` writes it over the first half.
     """
     first, second = x.chunk(2, dim=-1)
-    if out is None:
-        return F.silu(first).mul_(second)
-    return torch.mul(F.silu(first), second, out=out)
+    return F.silu(first, inplace=inplace).mul_(second)
 
 
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:

@@ -191,12 +191,6 @@ def clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def swiglu_(x: Tensor) -> Tensor:
-    """Return `swiglu` of [N, 2 · D], written over its first half."""
-    first, second = x.chunk(2, dim=-1)
-    return F.silu(first, inplace=True).mul_(second)
-
-
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Split into queries and keys [N, 2, heads, head_dim] and values [N, heads, head_dim]."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
@@ -230,8 +224,7 @@ def stream_post(
         x = clip(x)
         normed = modulate(x, shift, scale, fp8)
     if gated:
-        activate = swiglu if isinstance(down, Fp8Linear) else swiglu_
-        hidden = down(activate(up(normed, rows)), rows)
+        hidden = down(swiglu(up(normed, rows), inplace=True), rows)
     elif fp8 and isinstance(down, Fp8Linear):
         hidden = down(quantised_gelu(up(normed)))
     else:
@@ -419,7 +412,7 @@ class FluxStep:
             values, up = joined.tensor_split((attended.shape[1],), dim=1)
             values.copy_(attended)
             if self.gated:
-                joined = joined[:, : attended.shape[1] + swiglu_(up).shape[1]]
+                joined = joined[:, : attended.shape[1] + swiglu(up, inplace=True).shape[1]]
             else:
                 gelu(up, out=up)
             del values, up, attended
