@@ -1,8 +1,8 @@
 """The optimizer Muon, in the precision that the processor computes fast.
 
-torch.optim.Muon makes matrices orthogonal in bfloat16. That is slow on a processor without matrix
-instructions for bfloat16, where it takes most of a training step. With them, bfloat16 is faster
-than float32.
+torch.optim.Muon makes matrices orthogonal in bfloat16. That is slow on a processor without
+instructions for bfloat16, where it takes most of a training step. With them, bfloat16 is twice as
+fast as float32.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import nn
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ITERATIONS: Final = 5
+_CAPABILITIES: Final = torch.cpu.get_capabilities()
 _PRECISION: Final = (
-    torch.bfloat16 if torch.cpu.get_capabilities().get("amx_bf16") else torch.float32
+    torch.bfloat16
+    if {"avx512_bf16", "amx_bf16"} & {name for name, has in _CAPABILITIES.items() if has}
+    else torch.float32
 )
 
 

@@ -51,7 +51,7 @@ _TOKEN: Final = 2 * _FACTOR  # pixels a side
 _LATENT_CHANNELS: Final = 32
 _HEAD_DIM: Final = 64
 _HEADS, _LAYERS, _SINGLE_LAYERS = 6, 1, 9
-_COUNTS: Final = {192: 28, 256: 16, RESOLUTION: 4}  # samples per batch, by pixels a side
+_COUNTS: Final = {192: 12, 256: 7, RESOLUTION: 2}  # samples per batch, by pixels a side
 _PHASES: Final = ((0.0, (1.0, 0.0, 0.0)), (0.4, (0.2, 0.8, 0.0)), (0.75, (0.1, 0.5, 0.4)))
 """From this progress on, batches have these shares of the sides of _COUNTS."""
 _FUSED_SINCE: Final = 512  # tokens; shorter sequences train faster with plain matrix products
