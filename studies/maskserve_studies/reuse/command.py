@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,17 +127,10 @@ class Trial:
         n: edits of each class.
         scenes: see `scene_classes`.
         true_cfg: see `Rig`.
-        step_interval: setting of the edits that are compared with the dense ones.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        steps: int,
-        n: int,
-        scenes: Scenes = "drawn",
-        true_cfg: float = 0.0,
-        step_interval: int = 1,
+        self, folder: Path, steps: int, n: int, scenes: Scenes = "drawn", true_cfg: float = 0.0
     ) -> None:
         self.rig = rig = Rig(folder, steps, true_cfg=true_cfg)
         classes = scene_classes(rig.adapter.spec, n, scenes)
@@ -145,8 +139,16 @@ class Trial:
         self.jobs = rig.jobs(self.edits)
         self.dense = rig.dense(self.edits, self.jobs)
         self.choice = served_choice(rig, self.jobs[0], 2)
-        self.jobs = [at_interval(job, step_interval) for job in self.jobs]
-        self._all_steps, rig.steps = steps, rig.adapter.steps(self.jobs[0])
+        self._all_steps = steps
+
+    def at_interval(self, interval: int) -> Trial:
+        """Return a trial of the same edits with a `step_interval`, beside the same dense
+        pictures.
+        """
+        trial = copy(self)
+        trial.rig, trial.jobs = copy(self.rig), [at_interval(job, interval) for job in self.jobs]
+        trial.rig.steps = self.rig.adapter.steps(trial.jobs[0])
+        return trial
 
     def points(self) -> list[tuple[float, float]]:
         """Return mean error and dB of edits with refresh steps at fixed places."""
@@ -252,12 +254,13 @@ class Trial:
 
 def step_caches(folder: Path, steps: int, n: int, scenes: Scenes) -> dict[str, dict[str, Any]]:
     """Return the figures of diffusers' caches of whole steps, and of ours by `step_interval`."""
-    figures = dict[str, dict[str, Any]]()
-    for interval in INTERVALS:
-        trial = Trial(folder, steps, n, scenes, step_interval=interval)
-        figures[f"refresh steps, step_interval {interval}"] = trial.figures(_RIVALS_AT)
+    trial = Trial(folder, steps, n, scenes)
+    figures = {
+        f"refresh steps, step_interval {interval}": trial.at_interval(interval).figures(_RIVALS_AT)
+        for interval in INTERVALS
+    }
     if not trial.rig.adapter.spec.semantics.reference:
-        figures |= hits(folder, trial.edits, steps)
+        figures |= hits(trial.rig, trial.edits, trial.jobs, trial.dense)
     figures |= rivals(folder, trial.edits, steps)
     for label, row in figures.items():
         print(folder.name, label, row, flush=True)

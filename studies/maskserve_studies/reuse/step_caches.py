@@ -43,8 +43,6 @@ RIVALS: dict[str, Any] = {
     **{f"SeaCache {x}": SeaCacheConfig(threshold=x) for x in (0.05, 0.1, 0.2)},
 }
 """Configurations of diffusers' caches, from careful to bold."""
-
-
 INTERVALS = (1, 2, 3)
 
 
@@ -136,17 +134,17 @@ def at_interval(job: EditJob, interval: int) -> EditJob:
     return replace(job, request=replace(job.request, settings=settings), prepared=None)
 
 
-def hits(folder: Path, edits: Sequence[Edit], steps: int) -> dict[str, dict[str, Any]]:
+def hits(
+    rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], dense: Sequence[Picture]
+) -> dict[str, dict[str, Any]]:
     """Return the figures of edits that read a template, by `step_interval`; `flops` is the share
     of the same edits' that run the model in all steps.
     """
-    rig, figures = Rig(folder, steps), dict[str, dict[str, Any]]()
-    jobs = rig.jobs(edits)
-    dense, entries = rig.dense(edits, jobs), rig.entries(jobs)
-    choice = default(rig.adapter.spec, steps)
+    figures, entries = dict[str, dict[str, Any]](), rig.entries(jobs)
+    choice = default(rig.adapter.spec, rig.steps)
     for interval in INTERVALS:
         spaced = [at_interval(job, interval) for job in jobs]
         pictures = rig.cached(edits, spaced, entries, choice)
-        share = rig.adapter.steps(spaced[0]) / steps
+        share = rig.adapter.steps(spaced[0]) / rig.steps
         figures[f"hit, step_interval {interval}"] = likeness(edits, pictures, dense, share)
     return figures
