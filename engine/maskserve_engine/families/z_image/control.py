@@ -88,7 +88,8 @@ class ZImageControlNet:
         """
         config, blocks = model.config, weights.image_blocks
         check_net(config, base, control_spec)
-        places = _ascending("control_layers_places", config, int(base["n_layers"]))
+        layers = len(model.control_layers)
+        places = _ascending("control_layers_places", config, int(base["n_layers"]), layers)
         with torch.no_grad():
             chain = _Chain.of(model.control_layers)
             alone = [(block, Role(controls=False)) for block in blocks]
@@ -100,7 +101,7 @@ class ZImageControlNet:
                 name = "control_refiner_layers_places"
                 shared = model.control_noise_refiner is None
                 first = chain if shared else _Chain.of(model.control_noise_refiner)
-                alone = first.among(alone, _ascending(name, config, len(blocks)))
+                alone = first.among(alone, _ascending(name, config, len(blocks), len(first.blocks)))
             joint = chain.alone()
             return cls(
                 replace(
@@ -253,16 +254,18 @@ class _Chain(NamedTuple):
         return [*order, *rest]
 
 
-def _ascending(name: str, config: Mapping[str, Any], end: int) -> list[int]:
+def _ascending(name: str, config: Mapping[str, Any], end: int, most: int) -> list[int]:
     """Return the numbers of the base's blocks that a net adds to.
 
     Raises:
-        ValueError: they are not in ascending order, or the base lacks one.
+        ValueError: they are none, more than the net's `most` outputs or not in ascending order, or
+            the base lacks one.
     """
-    places = list(config[name])
-    if places != sorted(set(places)) or not 0 <= places[0] <= places[-1] < end:
+    places = list(config[name] or ())
+    in_order = 1 <= len(places) <= most and places == sorted(set(places))
+    if not (in_order and 0 <= places[0] <= places[-1] < end):
         raise ValueError(
-            f"its {name} is {places}; expected: numbers below {end}, in ascending order"
+            f"its {name} is {places}; expected: 1 to {most} numbers below {end}, in ascending order"
         )
     return places
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from tests.fakes.control_nets import random_z_image_net
 from tests.fakes.jobs import tolerance
 from tests.support.draws import fresh_rng
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 _CHANNELS, _TEXT, _REFINERS = 4, 16, 3
 _PLACES = (0, 2, 3)
 VERSIONS: dict[str, dict[str, Any]] = {
@@ -42,12 +43,6 @@ VERSIONS: dict[str, dict[str, Any]] = {
         "control_refiner_layers_places": (1, 2),
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +147,14 @@ def test_the_scale_acts_inside_a_net_of_version_2(base: Any) -> None:
         (
             {**VERSIONS["2.0"], "control_refiner_layers_places": (0, 3)},
             r"its control_refiner_layers_places is \[0, 3\]",
+        ),
+        (
+            {**VERSIONS["2.0"], "control_refiner_layers_places": ()},
+            r"its control_refiner_layers_places is \[\]; expected: 1 to",
+        ),
+        (
+            {**VERSIONS["2.1"], "control_layers_places": (0,)},
+            r"its control_refiner_layers_places is \[.*\]; expected: 1 to 1 numbers",
         ),
     ],
 )
