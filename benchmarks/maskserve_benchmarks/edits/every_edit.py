@@ -43,7 +43,7 @@ _LONG = 10
 """An edit with more steps than this runs only every third ratio; the ratios differ by number of
 steps."""
 CROPS = ("off", "on")
-FURTHER = {"reuse_floor": 30.0}
+FURTHER = ({"reuse_floor": 30.0}, {"step_interval": 3})
 _TIMEOUT_S = 600.0
 _FIELD = re.compile(r"[A-Z]+[\w.\[\]]*: ")
 """How the message of a refusal begins."""
@@ -86,9 +86,7 @@ def main() -> int:
     add("--ratios", type=float, nargs="+", default=RATIOS, help="shares of the picture masked")
     add("--steps", type=int, nargs="+", default=STEPS, help="numbers of denoising steps")
     add("--caches", nargs="+", default=CACHES, help="values of the setting `cache`")
-    add(
-        "--settings", type=json.loads, nargs="*", default=[FURTHER], help="JSON of further settings"
-    )
+    add("--settings", type=json.loads, nargs="*", default=FURTHER, help="JSON of further settings")
     add("--adapters", type=Path, help="a folder with a folder of LoRAs for each model's name")
     add("--controlnets", type=Path, help="a folder with a folder of ControlNets for each name")
     add("--size", type=int, default=128, help="side of the pictures, in pixels")
