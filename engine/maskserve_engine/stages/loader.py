@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -162,24 +163,17 @@ def read_modules(
     """Return copies of some of a model's modules, by their names, with the weights of its folder,
     in host memory; the model itself need have no weights.
     """
-    tensors = dict[str, torch.Tensor]()
+    states = {f"{name}.": dict[str, torch.Tensor]() for name in names}
     for file in weight_files(folder, variant).files:
         with safe_open(file, "pt") as opened:
-            keys = [key for key in opened.keys() if key.startswith(_below(names))]  # noqa: SIM118
-            tensors |= {key: opened.get_tensor(key) for key in keys}
+            for key, (prefix, state) in product(opened.keys(), states.items()):
+                if key.startswith(prefix):
+                    state[key.removeprefix(prefix)] = opened.get_tensor(key)
     modules = dict[str, Any]()
-    for name in names:
-        module = deepcopy(model.get_submodule(name)).to_empty(device="cpu")
-        [below] = _below([name])
-        module.load_state_dict(
-            {key.removeprefix(below): x for key, x in tensors.items() if key.startswith(below)}
-        )
-        modules[name] = module
+    for name, state in zip(names, states.values(), strict=True):
+        modules[name] = deepcopy(model.get_submodule(name)).to_empty(device="cpu")
+        modules[name].load_state_dict(state)
     return modules
-
-
-def _below(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple([f"{name}." for name in names])
 
 
 def module_bytes(model: torch.nn.Module) -> int:

@@ -87,7 +87,7 @@ class ControlledAdapter(FlowAdapter[W]):
             cis = torch.cat((row.prompt.cis, row.image.masked.cis))
             if row.image.unmasked is not None:
                 cis = torch.cat((cis, row.image.unmasked.cis))
-            facts = OpeningMessage(
+            message = OpeningMessage(
                 tuple([OpenedControl.of(control) for control, _ in prepared.controls]),
                 tuple([step.timestep for step in row.walk(0)]),
                 self._nets_schedule(row, job),
@@ -111,7 +111,7 @@ class ControlledAdapter(FlowAdapter[W]):
                 arrays |= {
                     f"{name}.{i}": array for name, array in self.net_prompt(job, prompt).items()
                 }
-            return Opening(facts, arrays)
+            return Opening(message, arrays)
 
     def net_prompt(self, job: EditJob, prompt: FlowPrompt) -> dict[str, Tensor]:
         """Return a prompt as `FluxNetRow.of` reads it: `embeds`, and `pooled` if the model has it;
