@@ -166,7 +166,8 @@ def test_rows_with_lookahead_are_the_same_bytes_with_a_service(model: Model, fas
     when they are needed, and the edit ends.
     """
     jobs = model.jobs(fresh_rng())
-    plans = [refresh_rows.plan(0, 2, model.adapter.steps(job) - 1) for job in jobs]
+    text = model.adapter.spec.refresh.leaves_text
+    plans = [refresh_rows.plan(0, 2, model.adapter.steps(job) - 1, text=text) for job in jobs]
 
     def run(service: ControlServices | None) -> list[Any]:
         rows: list[Any] = []
