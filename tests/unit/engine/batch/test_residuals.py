@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights
 from tests.support.draws import fresh_rng
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 BLOCKS = (3, 4)
 KINDS = ("kv", "project", "dense")
 
@@ -37,12 +39,6 @@ class FixedResiduals:
 
     def after(self, number: int) -> Tensor | None:
         return self.by_number.get(number)
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from maskserve_engine.layers.linear import (
 from maskserve_engine.layers.low_rank import LowRank, Update, Updates
 from maskserve_engine.layers.shrink_expand import Part
 
-pytestmark = pytest.mark.spread("unet")
+pytestmark = [pytest.mark.spread("unet"), pytest.mark.usefixtures("inference")]
 
 KINDS = ("kv", "project", "dense")
 BLOCKS = (2, 2)
@@ -75,12 +75,6 @@ def updates_of(adapters: Sequence[Adapter]) -> Updates:
 def merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:
     """W + Σ s · B A"""
     return weight + sum(scale * (b @ a) for a, b, scale in adapters)
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def columns() -> tuple[int, int]:
