@@ -208,6 +208,13 @@ class Adapter(Protocol):
         """Set all LoRAs of a row's next steps, between two steps; no scale is 0."""
         ...
 
+    @property
+    def net_module_bytes(self) -> int:
+        """Bytes of the model's modules that its ControlNets run, too: a service, whose model has no
+        weights, holds them beside the nets.
+        """
+        ...
+
     def control_net(self, model: Any) -> Any:
         """Return a ControlNet in the family's own form.
 

@@ -325,6 +325,11 @@ class OpenedRows(ABC):
     spec: ModelSpec
     _refresh_rule: RefreshRule
 
+    @property
+    def net_module_bytes(self) -> int:
+        """See `Adapter.net_module_bytes`."""
+        return 0
+
     @abstractmethod
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]: ...
 

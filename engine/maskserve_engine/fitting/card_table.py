@@ -335,13 +335,15 @@ def text(shapes: Shapes) -> str:
         ]
     if config.controls.service and config.controls.folder:
         service_total = service_bytes(shapes.config, shapes.adapter)
-        lent = config.controls.ipc_bytes
+        lent, modules = config.controls.ipc_bytes, shapes.adapter.net_module_bytes
+        of_model = f", {modules / _GIB:.2f} of modules of the model" * (modules > 0)
         lines += [
             "",
             f"The ControlNet service takes {service_total / _GIB:.2f} GiB of its own device "
             "for one worker "
             f"of {config.engine.max_rows} rows: {config.controls.device_bytes / _GIB:.2f} of "
-            f"ControlNets, {lent / _GIB:.2f} lent ([controls] ipc_bytes), and what steps take.",
+            f"ControlNets{of_model}, {lent / _GIB:.2f} lent ([controls] ipc_bytes), and what steps "
+            "take.",
         ]
     return "\n".join(lines)
 

@@ -256,7 +256,8 @@ def control_bytes(config: Config, adapter: Adapter, host_free: int | None = None
 
 def service_bytes(config: Config, adapter: Adapter) -> int:
     """Return the bytes of a ControlNet service's device for one such worker: the nets' budget, the
-    step caches of the worker's rows, the largest step, and the memory that it lends.
+    model's modules that they run, the step caches of the worker's rows, the largest step, and the
+    memory that it lends.
     """
     spec, works = adapter.spec, _net_works(adapter, _nets(config, adapter))
     text, rows = spec.text_tokens(config.model.max_sequence_length), config.engine.max_rows
@@ -264,6 +265,7 @@ def service_bytes(config: Config, adapter: Adapter) -> int:
     peak = max((peak_values(work, passes, text) for work in works), default=0)
     step = peak * dtype_of(config).itemsize + passes * _residual_bytes(config, works)
     fixed_bytes = config.controls.device_bytes + config.controls.ipc_bytes
+    fixed_bytes += adapter.net_module_bytes
     return fixed_bytes + step + _net_cache_bytes(config, spec, works)
 
 

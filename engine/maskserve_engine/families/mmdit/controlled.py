@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from maskserve_engine.families.mmdit.control import FluxNetRow, FluxNets, NetTok
 from maskserve_engine.families.mmdit.preparation import FlowPrompt
 from maskserve_engine.families.mmdit.rows import FlowRow, Row, all_tokens
 from maskserve_engine.spec.model_spec import ModelSpec
+from maskserve_engine.stages.loader import read_modules
 
 W = TypeVar("W", bound=FlowWeights)
 
@@ -63,6 +64,9 @@ class ControlledAdapter(FlowAdapter[W]):
     `OpeningMessage.shallowest`."""
     weight_folder = Path(), ""
     """Folder of the model's weights, and their variant."""
+    net_modules: ClassVar[tuple[str, ...]] = ()
+    """Modules of the model that its ControlNets run, too."""
+    _read_modules: Mapping[str, Any] | None = None
 
     @classmethod
     def load(cls, spec: ModelSpec, config: Config) -> Self:
@@ -70,6 +74,25 @@ class ControlledAdapter(FlowAdapter[W]):
         adapter.shallowest = config.controls.unequal_depths == "shallowest"
         adapter.weight_folder = Path(config.model.path, "transformer"), config.model.variant
         return adapter
+
+    @property
+    def net_module_bytes(self) -> int:
+        modules = [self.model.get_submodule(name) for name in self.net_modules]
+        tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
+        return sum(tensor.numel() for tensor in tensors) * self.dtype.itemsize
+
+    def modules_for(self, net: Any) -> Mapping[str, Any]:
+        """Return `net_modules` by name, where a net lies; a service, whose model has no weights,
+        reads them once.
+        """
+        if self.device.type != "meta" or net.device.type == "meta":
+            return {name: self.model.get_submodule(name) for name in self.net_modules}
+        if self._read_modules is None:
+            modules = read_modules(self.model, self.net_modules, *self.weight_folder)
+            self._read_modules = {
+                name: module.to(net.device, net.dtype) for name, module in modules.items()
+            }
+        return self._read_modules
 
     def carried(self, row: Row) -> tuple[Any, ...] | None:
         """Return None if the row's ControlNets keep tensors that another rank would miss; see

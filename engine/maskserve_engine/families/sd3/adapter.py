@@ -45,7 +45,6 @@ from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 from maskserve_engine.spec.family import FamilyModule
-from maskserve_engine.stages.loader import read_modules
 
 _PATCH = 4
 """Latents per token."""
@@ -212,6 +211,7 @@ class Sd3Adapter(FluxAdapter):
     batches = Sd3Batch
     preparation = Sd3Preparation
     passes_sigmas = False
+    net_modules = (_EMBED,)
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> None:
@@ -228,7 +228,7 @@ class Sd3Adapter(FluxAdapter):
         with torch.inference_mode():
             control_spec, latents = self.spec.control, self.spec.latents
             assert control_spec is not None, "nets of other models are refused"
-            embed, config = model.pos_embed or self._embedding(model), model.config
+            embed, config = model.pos_embed or self.modules_for(model)[_EMBED], model.config
             if embed.pos_embed is None:
                 raise ValueError(
                     "its pos_embed_type is null, and nets without positions are refused"
@@ -250,14 +250,6 @@ class Sd3Adapter(FluxAdapter):
                 at_step=Sd3Step,
                 pooled=not config.force_zeros_for_pooled_projection,
             )
-
-    def _embedding(self, net: Any) -> Any:
-        """Return the base's PatchEmbed; a service, whose base has no weights, reads it."""
-        embed = self.model.pos_embed
-        if self.device.type != "meta" or net.device.type == "meta":
-            return embed
-        read = read_modules(self.model, [_EMBED], *self.weight_folder)
-        return read[_EMBED].to(net.device, net.dtype)
 
     @staticmethod
     def places_of(model: Any) -> Mapping[str, Place]:

@@ -34,7 +34,6 @@ from maskserve_engine.families.z_image.weights import OPENING, ZImageWeights, pl
 from maskserve_engine.layers.low_rank import Adapters, Place
 from maskserve_engine.spec.family import FamilyModule
 from maskserve_engine.stages.latents import draw
-from maskserve_engine.stages.loader import read_modules
 
 _ZERO = torch.zeros(1, dtype=torch.int64)
 
@@ -95,6 +94,7 @@ class ZImageAdapter(ControlledAdapter[ZImageWeights]):
     text_varies = True
     preparation = ZImagePreparation
     text_places = ("context_embedder", "context_blocks.")
+    net_modules = OPENING
     _read_weights: ZImageWeights | None = None
     """See `_opening_weights`."""
 
@@ -144,9 +144,7 @@ class ZImageAdapter(ControlledAdapter[ZImageWeights]):
         if self.device.type != "meta" or net.device.type == "meta":
             return self.weights
         if self._read_weights is None:
-            parts = read_modules(self.model, OPENING, *self.weight_folder)
-            on_device = {name: part.to(net.device, net.dtype) for name, part in parts.items()}
-            self._read_weights = self.weights.with_opening(on_device)
+            self._read_weights = self.weights.with_opening(self.modules_for(net))
         return self._read_weights
 
     def net_prompt(self, job: EditJob, prompt: FlowPrompt) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from maskserve_engine.families.encoder import RECORDED_PROMPTS, TextEncoder
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.flux.spec import control_work as flux_control_work
 from maskserve_engine.families.flux2.encode import LayerStates
+from maskserve_engine.families.mmdit import controlled
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.families.unet.spec import control_work as unet_control_work
@@ -53,11 +54,17 @@ from maskserve_studies.kernels.kernel_counts import (
 )
 from maskserve_studies.kernels.live_bytes import LiveBytes
 from maskserve_triton.encoder import EditEncoder
-from tests.fakes.control_nets import random_net
+from tests.fakes.control_nets import (
+    PICTURE_ONLY,
+    random_net,
+    random_sd3_net,
+    random_z_image_net,
+)
 from tests.fakes.ip_adapters import build_image_encoder, build_ip_adapter
 from tests.fakes.jobs import config_of
 from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.tiny_chroma import build_tiny_chroma
+from tests.fakes.tiny_families import FAMILIES
 from tests.fakes.tiny_sd3 import build_tiny_sd3
 from tests.support.model_configs import TINY_SD21
 
@@ -601,6 +608,35 @@ def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path
     assert controls(3) == 0
     bare = load_adapter(config)
     assert memory.service_bytes(config, bare) == 2**17 + 2**21
+
+
+@pytest.mark.parametrize("family", ["z-image", "sd3-large"])
+def test_modules_of_the_model_that_a_service_reads_are_counted(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: Z-Image's blocks of the picture, and the positions of a net of Stable Diffusion 3.5
+    that has none.
+    """
+    folder = FAMILIES[family](tmp_path / "model")
+    nets = {
+        "z-image": [random_z_image_net(seed) for seed in (1, 2)],
+        "sd3-large": [random_sd3_net(seed, 2, **PICTURE_ONLY) for seed in (1, 2)],
+    }[family]
+    adapter: Any = load_adapter(config_of(folder, model={"device": "meta"}))
+    read, calls = list[Any](), controlled.read_modules
+
+    def reads(*of: Any) -> Any:
+        read.append(calls(*of))
+        return read[-1]
+
+    monkeypatch.setattr(controlled, "read_modules", reads)
+    for net in nets:
+        adapter.control_net(net)
+    [modules] = read
+    nbytes = sum(map(module_bytes, modules.values()))
+    counted = memory.service_bytes(config_of(folder), adapter)
+    monkeypatch.setattr(type(adapter), "net_modules", ())
+    assert counted - memory.service_bytes(config_of(folder), adapter) == nbytes > 0
 
 
 def tensor_bytes(tree: object) -> int:
