@@ -303,7 +303,7 @@ def _outcome(gr: Any) -> _Outcome:
         go_on = gr.Button("Go on with this picture", min_width=180)
         undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=65)
         file = gr.DownloadButton("Download", elem_id="download", min_width=90)
-    details = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)
+    details = gr.HTML("", elem_classes="edit-details", elem_id="edit-details", padding=False)
     gr.HTML("Results, to edit on", elem_classes="caption", padding=False)
     history = _thumbnails(gr, [], elem_id="history", visible=False)
     last, results = gr.State(""), gr.State([])

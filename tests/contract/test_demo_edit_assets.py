@@ -26,8 +26,8 @@ def test_the_folder_is_small_and_names_no_place_of_its_making() -> None:
 
 
 def test_it_is_a_distilled_klein_with_its_source_as_reference() -> None:
-    facts = load_spec(DEMO_EDIT)
-    assert (facts.family, facts.guidance, facts.native_resolution) == ("flux2", "none", 128)
+    spec = load_spec(DEMO_EDIT)
+    assert (spec.family, spec.guidance, spec.native_resolution) == ("flux2", "none", 128)
 
 
 def test_the_engine_and_diffusers_make_the_same_edit() -> None:

@@ -22,9 +22,9 @@ def test_the_folder_is_small_and_names_no_place_of_its_making() -> None:
 
 
 def test_it_is_an_inpainting_model_of_the_unet_family() -> None:
-    facts = load_spec(MODEL)
-    assert (facts.family, facts.semantics.name) == ("unet", "fill")
-    assert (facts.vae_scale_factor, facts.native_resolution) == (4, 128)
+    spec = load_spec(MODEL)
+    assert (spec.family, spec.semantics.name) == ("unet", "fill")
+    assert (spec.vae_scale_factor, spec.native_resolution) == (4, 128)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])

@@ -74,12 +74,12 @@ def test_a_name_stands_in_its_module_and_the_registry(name: str) -> None:
 
 
 def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    facts = replace(FILL_SPEC, family="dummy")
+    spec = replace(FILL_SPEC, family="dummy")
     dummy: Any = types.SimpleNamespace(
         NAME="dummies",
         PIPELINES=("DummyPipeline",),
         SETTINGS=("cache.stride",),
-        read=lambda folder, pipeline, native: facts,
+        read=lambda folder, pipeline, native: spec,
         recorded_rows=lambda spec, config: int(config.engine.heartbeat_s > 1),
         count=lambda config, picture: types.SimpleNamespace(
             blocks=(), size=(picture.height, picture.width, picture.recorded)
@@ -88,26 +88,26 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setitem(registry.FAMILIES, "dummy", dummy)
     monkeypatch.setitem(LOADERS, "dummy", lambda: FamilyLoaders(_unused, _adapter, _unused))
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "DummyPipeline"}))
-    assert load_adapter(config_of(tmp_path)) == ("adapter", facts)
-    work: Any = registry.counted_work(facts, 4, 6, recorded=True)
+    assert load_adapter(config_of(tmp_path)) == ("adapter", spec)
+    work: Any = registry.counted_work(spec, 4, 6, recorded=True)
     assert work.size == (4, 6, True)
-    assert not registry.recorded_rows(facts, Config())
+    assert not registry.recorded_rows(spec, Config())
     with pytest.raises(
         ConfigError, match=r'\[model\] t5_weights: a setting of .*FLUX models.*; use "'
     ):
         load_adapter(config_of(tmp_path, model={"t5_weights": "int8"}))
     other_config = structs.replace(Config(), cache=structs.replace(Config().cache, stride=3))
-    registry.check_family(other_config, facts)
+    registry.check_family(other_config, spec)
     with pytest.raises(ConfigError, match=r"\[cache\] stride: a setting of dummies; use 0"):
         registry.check_family(other_config, FILL_SPEC)
 
 
-def _unused(facts: Any, config: Config) -> Any:
+def _unused(spec: Any, config: Config) -> Any:
     raise AssertionError
 
 
-def _adapter(facts: Any, config: Config) -> Any:
-    return "adapter", facts
+def _adapter(spec: Any, config: Config) -> Any:
+    return "adapter", spec
 
 
 def test_a_policy_is_a_scheduler_with_its_attributes(
@@ -116,7 +116,7 @@ def test_a_policy_is_a_scheduler_with_its_attributes(
     dummy = policies.DevicePolicy(
         lambda engine, *bounds: StepScheduler(*bounds),
         deals=True,
-        problem=lambda devices, facts: f"[engine] policy: {devices} of {facts.family}",
+        problem=lambda devices, spec: f"[engine] policy: {devices} of {spec.family}",
     )
     monkeypatch.setitem(policies.POLICIES, "dummy", dummy)
     config = config_of(tiny_fill)
@@ -156,13 +156,13 @@ def test_the_configuration_names_the_policies() -> None:
 
 @pytest.mark.parametrize("blends", [True, False])
 def test_what_a_model_takes_is_asked_of_its_attributes(blends: bool) -> None:
-    facts = replace(FILL_SPEC, semantics=Semantics("dummy", masked_picture=False, blends=blends))
+    spec = replace(FILL_SPEC, semantics=Semantics("dummy", masked_picture=False, blends=blends))
     mask = np.zeros((64, 64), np.uint8)
     mask[5, 5] = 255
-    grown = facts.vae_scale_factor**2 if blends else 1
-    assert np.count_nonzero(mask_for_model(mask, facts)) == grown
+    grown = spec.vae_scale_factor**2 if blends else 1
+    assert np.count_nonzero(mask_for_model(mask, spec)) == grown
     elastic = EditSettings(reuse="elastic", reuse_floor=0.0)
-    assert levels_of(elastic, facts.skipping, "cached") == ()  # nothing was measured
+    assert levels_of(elastic, spec.skipping, "cached") == ()  # nothing was measured
 
 
 @pytest.mark.parametrize("near", [True, False])

@@ -77,11 +77,11 @@ def test_a_click_and_a_prompt_edit_a_large_photograph_at_its_own_sharpness(
         with page.expect_request(is_edit) as request_info:
             page.locator("#run").click()
         expect(page.locator("#status")).to_contain_text("done", timeout=120_000)
-        details = page.locator("#facts")
+        details = page.locator("#edit-details")
         expect(details).to_contain_text("pixels around the mask")
         with page.expect_download() as begun:
             page.locator("#download").click()
-        facts, edited = details.inner_text(), pixels(Path(begun.value.path()).read_bytes())
+        details_text, edited = details.inner_text(), pixels(Path(begun.value.path()).read_bytes())
         mask = sent_mask(request_info.value)
     point = [math.floor(click[0]), math.floor(click[1]), 1]
     mask_result = Masks(url).find(place, points=[point])
@@ -98,7 +98,7 @@ def test_a_click_and_a_prompt_edit_a_large_photograph_at_its_own_sharpness(
             place, encode(mask.astype(np.uint8) * 255), "a red star", num_inference_steps=2
         ).meta
     left, top, right, bottom = meta["window"]["box"]
-    assert f"saw {right - left} × {bottom - top} pixels around the mask" in facts
+    assert f"saw {right - left} × {bottom - top} pixels around the mask" in details_text
     rows, columns = np.nonzero(mask)
     assert left <= columns.min() <= columns.max() < right
     assert top <= rows.min() <= rows.max() < bottom

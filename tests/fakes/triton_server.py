@@ -144,16 +144,16 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         inputs = _inputs(request)
         self.worker.requests.append({**inputs, "model_name": request.model_name.encode()})
         settings = parse_settings(inputs["SETTINGS"])
-        facts = replace(FILL_SPEC, edit_kinds=self.worker.edit_kinds)
+        spec = replace(FILL_SPEC, edit_kinds=self.worker.edit_kinds)
         kind = edit_kind(settings, image=bool(inputs["IMAGE"]), mask=bool(inputs["MASK"]))
-        accepted = accept_edit(settings, inputs["PROMPT"], facts, CONFIG, kind=kind)
+        accepted = accept_edit(settings, inputs["PROMPT"], spec, CONFIG, kind=kind)
         references = _references(inputs)
         check_references([inputs["IMAGE"], *references], settings, self.worker.most_pictures)
         edit = prepare_edit(
             inputs["IMAGE"],
             inputs["MASK"],
             accepted,
-            facts,
+            spec,
             CONFIG,
             self.worker.get,
             references=references,

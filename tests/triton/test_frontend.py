@@ -106,9 +106,9 @@ def stuck() -> Iterator[Stuck]:
 def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., EditFront]]:
     all_fronts: list[EditFront] = []
 
-    def make(name: str = "edit", facts: ModelSpec = FILL_SPEC, **options: Any) -> EditFront:
+    def make(name: str = "edit", spec: ModelSpec = FILL_SPEC, **options: Any) -> EditFront:
         streaming = name == "edit_stream"
-        all_fronts.append(EditFront(api, config, facts, name, streaming=streaming, **options))
+        all_fronts.append(EditFront(api, config, spec, name, streaming=streaming, **options))
         return all_fronts[-1]
 
     yield make
@@ -338,8 +338,8 @@ def test_the_pictures_that_came_decide_the_kind(
 ) -> None:
     """An absent picture is an empty one."""
     kinds = frozenset({"inpaint", "edit", "generate"})
-    facts = replace(FILL_SPEC, semantics=REFERENCE, edit_kinds=kinds)
-    front = fronts(name, facts)
+    spec = replace(FILL_SPEC, semantics=REFERENCE, edit_kinds=kinds)
+    front = fronts(name, spec)
     api.models["edit_pipeline"] = final
     absent: dict[str, Any] = {}
     for pictures, kind in (

@@ -53,7 +53,7 @@ from maskserve_engine.families.qwen_image21.adapter import QwenImage21Batch, pla
 from maskserve_engine.families.qwen_image21.adapter import rotary as qwen21_rotary
 from maskserve_engine.families.qwen_image21.weights import places_of as qwen21_places
 from maskserve_engine.families.qwen_image21.weights import weights_of as qwen21_weights
-from maskserve_engine.families.specs import FAMILIES as FACTS
+from maskserve_engine.families.specs import FAMILIES as SPECS
 from maskserve_engine.families.z_image.adapter import ZImageBatch, positions_of, rotary
 from maskserve_engine.families.z_image.blocks import ZImageStep
 from maskserve_engine.families.z_image.weights import ZImageWeights
@@ -226,11 +226,11 @@ class Bench:
         room = CacheConfig().placed_on(device.type)
         self.weights = replace(self.family.weights(self.model), placed_bytes=room)
         self.blocks = len(self.weights.blocks)
-        as_flux: Any = getattr(FACTS[name], "as_flux", dict)
+        as_flux: Any = getattr(SPECS[name], "as_flux", dict)
         picture = StepPicture(
             2 * self.grid[0], 2 * self.grid[1], references=self.references, exact=self.exact
         )
-        self.work = FACTS[name].count(as_flux(self.config), picture)
+        self.work = SPECS[name].count(as_flux(self.config), picture)
         if self.shown_tokens:
             self.work = self.work.with_context(self.shown_tokens)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())

@@ -481,8 +481,8 @@ class Link:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, name: str, opening: Opening) -> None:
-        facts, arrays = opening.packed()
-        op = {"op": "open", "session": self.session, "row": name, "opening": facts}
+        header, arrays = opening.packed()
+        op = {"op": "open", "session": self.session, "row": name, "opening": header}
         self._calls.call(op, arrays, self._patience_s)
 
     def _settle(self) -> None:

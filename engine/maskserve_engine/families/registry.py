@@ -143,10 +143,10 @@ FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
 
 
 def _of(config: Config) -> tuple[ModelSpec, FamilyLoaders]:
-    facts = load_spec(config.model.path, config.model.native_resolution)
-    if facts.family not in FAMILIES:
-        raise ConfigError(f"[model] path: family {facts.family} has no adapter")
-    return facts, FAMILIES[facts.family]()
+    spec = load_spec(config.model.path, config.model.native_resolution)
+    if spec.family not in FAMILIES:
+        raise ConfigError(f"[model] path: family {spec.family} has no adapter")
+    return spec, FAMILIES[spec.family]()
 
 
 def load_adapter(config: Config) -> Adapter:
@@ -155,18 +155,18 @@ def load_adapter(config: Config) -> Adapter:
     Raises:
         ConfigError: no such folder, family or part.
     """
-    facts, family = _of(config)
-    check_family(config, facts)
-    check_widths(config, facts)
-    return family.load_adapter(facts, config)
+    spec, family = _of(config)
+    check_family(config, spec)
+    check_widths(config, spec)
+    return family.load_adapter(spec, config)
 
 
 def load_encoder(config: Config) -> Encoder:
     """Load the encoder, and warm it up so that the first edit is not slower."""
-    facts, family = _of(config)
-    encoder = family.load_encoder(facts, config)
+    spec, family = _of(config)
+    encoder = family.load_encoder(spec, config)
     if config.engine.warm_up:
-        begin, side = time.perf_counter(), warm_up_side(config, facts)
+        begin, side = time.perf_counter(), warm_up_side(config, spec)
         pixels, mask = np.zeros((side, side, 3), np.uint8), np.full((side, side), 255, np.uint8)
         encoder.encode(pixels, mask, "")
         _log.info("the encoder was warmed up in %.2f s", time.perf_counter() - begin)
@@ -175,10 +175,10 @@ def load_encoder(config: Config) -> Encoder:
 
 def load_decoder(config: Config) -> Decoder:
     """Load the decoder, and warm it up so that the first edit is not slower."""
-    facts, family = _of(config)
-    decoder = family.load_decoder(facts, config)
+    spec, family = _of(config)
+    decoder = family.load_decoder(spec, config)
     if config.engine.warm_up:
-        begin, side = time.perf_counter(), warm_up_side(config, facts) // facts.vae_scale_factor
-        decoder.decode(np.zeros((facts.latent_channels, side, side), np.float32))
+        begin, side = time.perf_counter(), warm_up_side(config, spec) // spec.vae_scale_factor
+        decoder.decode(np.zeros((spec.latent_channels, side, side), np.float32))
         _log.info("the decoder was warmed up in %.2f s", time.perf_counter() - begin)
     return decoder

@@ -15,8 +15,8 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         model = config.model
-        facts = load_spec(model.path, model.native_resolution)
-        self._front = EditFront(pb_utils, config, facts, "edit", streaming=False)
+        spec = load_spec(model.path, model.native_resolution)
+        self._front = EditFront(pb_utils, config, spec, "edit", streaming=False)
 
     def execute(self, requests: list[Any]) -> None:
         self._front.execute(requests)

@@ -124,9 +124,9 @@ def unpack(wheels: Iterable[Path], site: Path) -> None:
     if package.exists():
         package.write_text("", encoding="utf-8")  # it imports the parts that are left out
     text = importlib.metadata.distribution("maskserve").read_text("METADATA") or ""
-    facts = site / f"maskserve-{importlib.metadata.version('maskserve')}.dist-info"
-    facts.mkdir(parents=True)
-    (facts / "METADATA").write_text(text, encoding="utf-8")
+    metadata = site / f"maskserve-{importlib.metadata.version('maskserve')}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(text, encoding="utf-8")
 
 
 def _is_kernel(name: str) -> bool:

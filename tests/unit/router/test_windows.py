@@ -20,7 +20,7 @@ from tests.support.draws import fresh_rng
 
 NATIVE, RING = 128, 1
 SERVED = Served(NATIVE, FILL_SPEC.token_pixels, 28, mask_ring=RING)
-FACTS = replace(FILL_SPEC, native_resolution=NATIVE)
+SPEC = replace(FILL_SPEC, native_resolution=NATIVE)
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
@@ -42,11 +42,11 @@ def test_a_router_counts_the_tokens_of_the_windows_that_a_worker_prepares(mode: 
         prepared = prepare_edit(
             encode(scene(height, width)),
             encode(mask),
-            accept_edit(settings, b"x", FACTS, Config()),
-            FACTS,
+            accept_edit(settings, b"x", SPEC, Config()),
+            SPEC,
             Config(),
         )
-        side = FACTS.token_pixels
+        side = SPEC.token_pixels
         assert tokens.total == prepared.edit_mask.size // side**2
         assert tokens.active >= len(active_tokens(prepared.edit_mask, side, RING))
         windowed += prepared.request.window is not None

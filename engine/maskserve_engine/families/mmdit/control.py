@@ -517,9 +517,9 @@ class FluxNetRow:
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, FlowNet]) -> FluxNetRow:
         """Build from `ControlledAdapter.opening`, moved to the nets' device (`Opening.on`)."""
-        facts, arrays = opening.spec, opening.arrays
-        row_nets = [nets[opened.net] for opened in facts.controls]
-        if facts.shallowest:
+        message, arrays = opening.spec, opening.arrays
+        row_nets = [nets[opened.net] for opened in message.controls]
+        if message.shallowest:
             row_nets = _equally_deep(row_nets)
         text_cis = [name for name in arrays if name.startswith("text_cis.")]
         arrays = {**arrays, **{name: torch.view_as_complex(arrays[name]) for name in text_cis}}
@@ -529,16 +529,16 @@ class FluxNetRow:
         ]
         inputs = [
             FluxNetInput.encode(
-                opened.input, row_nets[i], arrays[f"picture.{i}"], prompts, facts.guidance
+                opened.input, row_nets[i], arrays[f"picture.{i}"], prompts, message.guidance
             )
-            for i, opened in enumerate(facts.controls)
+            for i, opened in enumerate(message.controls)
         ]
-        none, text = (prompts[0][0].new_empty(count, 0) for count in (0, facts.text))
+        none, text = (prompts[0][0].new_empty(count, 0) for count in (0, message.text))
         cis = torch.view_as_complex(arrays["cis"])
-        base = RowInput(none, text, None, None, cis, pads=facts.pads)
+        base = RowInput(none, text, None, None, cis, pads=message.pads)
         passes = tuple([PassResiduals() for _ in prompts])
-        control = RowControl(tuple(inputs), facts.schedule, passes=passes)
-        return cls(control, base, cis, facts.timesteps, facts.active)
+        control = RowControl(tuple(inputs), message.schedule, passes=passes)
+        return cls(control, base, cis, message.timesteps, message.active)
 
     def at(
         self, step: int, sample: Tensor, computed: int, lookahead: int | None

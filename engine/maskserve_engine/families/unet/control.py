@@ -303,14 +303,14 @@ class UnetNetRow:
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, UnetControlNet]) -> UnetNetRow:
         """Build from `UnetAdapter.opening`, moved to the nets' device (`Opening.on`)."""
-        facts, arrays = opening.spec, opening.arrays
+        message, arrays = opening.spec, opening.arrays
         texts = arrays["texts"]
         micro = [arrays[name] for name in ("micro.0", "micro.1") if name in arrays]
         inputs = [
             UnetNetInput.encode(
                 opened.input, nets[opened.net], arrays[f"picture.{i}"], texts, micro
             )
-            for i, opened in enumerate(facts.controls)
+            for i, opened in enumerate(message.controls)
         ]
         ids = [arrays[name].numpy() for name in sorted(arrays) if name.startswith("active.")]
         active = dict(enumerate(ids)) or None
@@ -320,7 +320,7 @@ class UnetNetRow:
             inputs = [opened._replace(cached_ids=device_ids) for opened in inputs]
         passes = tuple([PassResiduals() for _ in texts])
         return cls(
-            RowControl(tuple(inputs), facts.schedule, passes=passes), active, facts.timesteps
+            RowControl(tuple(inputs), message.schedule, passes=passes), active, message.timesteps
         )
 
     def at(

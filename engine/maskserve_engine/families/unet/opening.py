@@ -48,8 +48,8 @@ class UnetControls(OpenedRows):
                 arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
             controls = tuple([OpenedControl.of(tensor) for tensor in acts])
             timesteps = tuple(row.precomputed_timesteps)
-            facts = OpeningMessage(controls, timesteps, self._nets_schedule(row, job))
-            return Opening(facts, arrays)
+            message = OpeningMessage(controls, timesteps, self._nets_schedule(row, job))
+            return Opening(message, arrays)
 
     def _nets_schedule(self, row: UnetRow, job: EditJob) -> RefreshSchedule:
         """Return the schedule of the row's ControlNets. In a row without a template they compute

@@ -24,7 +24,7 @@ from tests.fakes.model_specs import FILL_SPEC
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 from tests.support.draws import fresh_rng
 
-FACTS = replace(FILL_SPEC, native_resolution=64)
+SPEC = replace(FILL_SPEC, native_resolution=64)
 SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (64, 65)]
 
 
@@ -37,9 +37,9 @@ def prepare(request: pytest.FixtureRequest) -> Prepare:
     decoded = DECODED_PIXELS if request.param == "pixels" else 0
 
     def prepare(image: bytes, mask: np.ndarray | None, **settings: Any) -> PreparedEdit:
-        accepted = accept_edit(EditSettings(**settings), b"x", FACTS, Config())
+        accepted = accept_edit(EditSettings(**settings), b"x", SPEC, Config())
         drawn = b"" if mask is None else encode(mask)
-        return prepare_edit(image, drawn, accepted, FACTS, Config(), decoded_pixels=decoded)
+        return prepare_edit(image, drawn, accepted, SPEC, Config(), decoded_pixels=decoded)
 
     return prepare
 

@@ -39,7 +39,7 @@ CONFIG = Config(model=ModelConfig(path="models/demo", num_inference_steps=20))
 
 
 def prepare(
-    facts: ModelSpec = FILL_SPEC,
+    spec: ModelSpec = FILL_SPEC,
     config: Config = CONFIG,
     templates: Any = None,
     decoded_pixels: int = preprocess.DECODED_PIXELS,
@@ -47,14 +47,14 @@ def prepare(
 ) -> PreparedEdit:
     all_inputs = {**good_inputs(), **inputs}
     accepted = accept_edit(
-        parse_settings(all_inputs["SETTINGS"]), all_inputs["PROMPT"], facts, config
+        parse_settings(all_inputs["SETTINGS"]), all_inputs["PROMPT"], spec, config
     )
     find = None if templates is None else templates.get
     return prepare_edit(
         all_inputs["IMAGE"],
         all_inputs["MASK"],
         accepted,
-        facts,
+        spec,
         config,
         find,
         decoded_pixels=decoded_pixels,
@@ -66,11 +66,11 @@ def settings(**values: Any) -> bytes:
 
 
 def test_a_picture_too_long_to_be_shown_is_refused() -> None:
-    facts = replace(FILL_SPEC, encoder_picture=EncoderPicture(28, 3136, 2**24))
+    spec = replace(FILL_SPEC, encoder_picture=EncoderPicture(28, 3136, 2**24))
     image = encode(np.zeros((8, 2000, 3), np.uint8))
     mask = encode(np.full((8, 2000), 255, np.uint8))
     with pytest.raises(InvalidRequest, match=r"IMAGE: is \d+x8 pixels to the model.*200 times"):
-        prepare(facts, IMAGE=image, MASK=mask)
+        prepare(spec, IMAGE=image, MASK=mask)
 
 
 def test_an_ordinary_edit() -> None:
@@ -101,7 +101,7 @@ def test_what_was_accepted_is_read_back_as_it_was(options: dict[str, Any], promp
 def test_defaults_are_filled_in_from_the_configuration() -> None:
     filled = prepare(SETTINGS=b"").request.settings
     assert (filled.num_inference_steps, filled.guidance_scale) == (20, 30.0)
-    without = prepare(facts=replace(FILL_SPEC, guidance="none"), SETTINGS=b"{}")
+    without = prepare(spec=replace(FILL_SPEC, guidance="none"), SETTINGS=b"{}")
     assert without.request.settings.guidance_scale is None
 
 
@@ -114,8 +114,8 @@ def test_the_default_guidance_follows_the_models_kind_of_guidance(
     config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, guidance_scale=configured))
     for guidance, scale in (("embedded", embedded), ("cfg", classifier_free)):
         defaults = FILL_SPEC.defaults if guidance == "embedded" else unet.DEFAULTS
-        facts = replace(FILL_SPEC, guidance=guidance, defaults=defaults)
-        assert prepare(facts, config, SETTINGS=b"").request.settings.guidance_scale == scale
+        spec = replace(FILL_SPEC, guidance=guidance, defaults=defaults)
+        assert prepare(spec, config, SETTINGS=b"").request.settings.guidance_scale == scale
 
 
 def test_seeds_and_ids_are_drawn_when_not_given() -> None:
@@ -217,7 +217,7 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "config", "options", "field"),
+    ("spec", "config", "options", "field"),
     [
         ({"guidance": "none"}, {}, {"guidance_scale": 3.5}, "guidance_scale"),
         ({}, {}, {"negative_prompt": ""}, "negative_prompt"),
@@ -241,11 +241,11 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
     ],
 )
 def test_what_the_model_or_worker_cannot_do_is_refused(
-    facts: dict[str, Any], config: dict[str, Any], options: dict[str, Any], field: str
+    spec: dict[str, Any], config: dict[str, Any], options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         prepare(
-            replace(FILL_SPEC, **facts),
+            replace(FILL_SPEC, **spec),
             structs.replace(CONFIG, **config),
             SETTINGS=settings(**options),
         )
@@ -292,13 +292,13 @@ def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
 def filling(mask: Any, *controls: ResolvedControl) -> Any:
     """A prepared edit, or one without a mask, with a picture for each control's `image`."""
     raw_inputs, edit_settings = good_inputs(), EditSettings()
-    facts = replace(FILL_SPEC, edit_kinds=ALL_KINDS)
-    accepted = accept_edit(edit_settings, raw_inputs["PROMPT"], facts, CONFIG)
+    spec = replace(FILL_SPEC, edit_kinds=ALL_KINDS)
+    accepted = accept_edit(edit_settings, raw_inputs["PROMPT"], spec, CONFIG)
     if mask is None:
         accepted = replace(accepted, kind="edit")
     accepted, count = replace(accepted, controls=controls), len({c.image for c in controls})
     pictures = [raw_inputs["IMAGE"]] * count
-    return prepare_edit(raw_inputs["IMAGE"], mask, accepted, facts, CONFIG, control=pictures)
+    return prepare_edit(raw_inputs["IMAGE"], mask, accepted, spec, CONFIG, control=pictures)
 
 
 def test_a_net_that_fills_the_mask_sees_its_picture_black_there() -> None:
@@ -328,15 +328,15 @@ def test_a_net_that_fills_the_mask_needs_one_and_a_picture_of_its_own() -> None:
 
 
 def test_control_pictures_are_seen_through_the_edit_s_window() -> None:
-    facts, mask = replace(FILL_SPEC, native_resolution=64), np.zeros((500, 700), np.uint8)
+    spec, mask = replace(FILL_SPEC, native_resolution=64), np.zeros((500, 700), np.uint8)
     mask[180:215, 333:371] = 255
     source, outlines = scene(500, 700, 1), scene(500, 700, 2)
     accepted = replace(
-        accept_edit(EditSettings(crop_to_mask="on"), b"x", facts, CONFIG),
+        accept_edit(EditSettings(crop_to_mask="on"), b"x", spec, CONFIG),
         controls=(ResolvedControl(name="outline", image=0),),
     )
     prepared_edit = prepare_edit(
-        encode(source), encode(mask), accepted, facts, CONFIG, control=[encode(outlines)]
+        encode(source), encode(mask), accepted, spec, CONFIG, control=[encode(outlines)]
     )
     assert prepared_edit.request.window is not None
     top, left, height, width = prepared_edit.request.window
@@ -414,8 +414,8 @@ def test_inpaint_models_get_whole_latents_so_that_no_mask_vanishes() -> None:
     picture = encode_image(np.stack([mask] * 3, axis=2), "png")
     source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
     for semantics, expected in ((FILL, 1), (INPAINT, FILL_SPEC.vae_scale_factor**2)):
-        facts = replace(FILL_SPEC, semantics=semantics, native_resolution=64)
-        ready = prepare(facts, IMAGE=source, MASK=picture, SETTINGS=b"{}")
+        spec = replace(FILL_SPEC, semantics=semantics, native_resolution=64)
+        ready = prepare(spec, IMAGE=source, MASK=picture, SETTINGS=b"{}")
         assert (ready.edit_mask > 127).sum() == expected
         assert ready.edit_mask[13, 21] == 255
 
@@ -425,17 +425,17 @@ def test_grey_says_how_much_may_change(semantics: Any) -> None:
     grey = np.zeros((64, 64), np.uint8)
     grey[8:24, 8:24], grey[13, 21], grey[40, 40] = 60, 200, 1
     source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
-    facts = replace(FILL_SPEC, semantics=semantics, native_resolution=64)
+    spec = replace(FILL_SPEC, semantics=semantics, native_resolution=64)
     edit_inputs = {"MASK": encode(grey), "SETTINGS": settings(mask_mode="strength")}
-    ready = prepare(facts, IMAGE=source, **edit_inputs)
-    side = facts.vae_scale_factor if semantics.blends else 1
+    ready = prepare(spec, IMAGE=source, **edit_inputs)
+    side = spec.vae_scale_factor if semantics.blends else 1
     cells = grey.reshape(64 // side, side, 64 // side, side).max(axis=(1, 3))
     expected = np.repeat(np.repeat(cells, side, 0), side, 1)
     assert np.array_equal(ready.edit_mask, expected)
     _, weights, *_ = source_and_weights(ready.context, ready.request)
     assert np.array_equal(weights, np.where(grey > 0, 255, 0))  # what may change is pasted whole
     grown = {**edit_inputs, "SETTINGS": settings(mask_mode="strength", expand=[64, 0, 0, 0])}
-    wide = prepare(replace(facts, native_resolution=128), IMAGE=source, **grown).edit_mask
+    wide = prepare(replace(spec, native_resolution=128), IMAGE=source, **grown).edit_mask
     assert (wide[:, : wide.shape[1] // 2] == 255).all()
     assert set(np.unique(wide)) == {0, 1, 60, 200, 255}
 

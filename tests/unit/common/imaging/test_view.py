@@ -146,14 +146,14 @@ def test_edits_near_one_another_share_their_window() -> None:
 def test_a_windows_pixels_are_those_of_diffusers(side: int) -> None:
     """Where its rule names the same region: a span of the lattice, and the model's aspect."""
     native, padding = 128, 16
-    facts = replace(FILL_SPEC, native_resolution=native)
+    spec = replace(FILL_SPEC, native_resolution=native)
     source, mask = scene(700, 900), np.zeros((700, 900), np.uint8)
     rows, columns = (side // 4, side // 4 + side), (side // 2, side // 2 + side)
     inner = tuple(slice(low + padding, high - padding) for low, high in (rows, columns))
     mask[inner] = 255
     settings = EditSettings(crop_padding=float(padding), crop_to_mask="on")
     prepared_edit = prepare_edit(
-        encode(source), encode(mask), accept_edit(settings, b"x", facts, Config()), facts, Config()
+        encode(source), encode(mask), accept_edit(settings, b"x", spec, Config()), spec, Config()
     )
     assert prepared_edit.request.window is not None
     top, left, height, width = prepared_edit.request.window

@@ -39,7 +39,7 @@ from tests.fakes.profiles import rgb_profile
 from tests.support.certificates import write_signer
 from tests.support.draws import fresh_rng
 
-FACTS = replace(
+SPEC = replace(
     FILL_SPEC,
     semantics=REFERENCE,
     native_resolution=64,
@@ -54,21 +54,21 @@ def prepare(
     kind: EditKind,
     image: bytes = b"",
     config: Config | None = None,
-    facts: ModelSpec = FACTS,
+    spec: ModelSpec = SPEC,
     control: tuple[bytes, ...] = (),
     references: tuple[bytes, ...] = (),
     templates: Mapping[str, bytes] = {},
     **settings: Any,
 ) -> PreparedEdit:
     config = config or Config()
-    accepted = accept_edit(EditSettings(**settings), b"a red star", facts, config, kind=kind)
+    accepted = accept_edit(EditSettings(**settings), b"a red star", spec, config, kind=kind)
     controls = tuple(
         ResolvedControl(name=f"net-{index}", image=index) for index in range(len(control))
     )
     accepted = replace(accepted, controls=controls)
     find = lambda name, scope: templates.get(name)  # noqa: E731
     return prepare_edit(
-        image, b"", accepted, facts, config, find, control=control, references=references
+        image, b"", accepted, spec, config, find, control=control, references=references
     )
 
 
@@ -143,8 +143,8 @@ def test_a_padded_picture_is_flux3s(native: int) -> None:
 
 
 def test_the_answer_has_no_padding() -> None:
-    facts = replace(FACTS, edit_size="padded")
-    edit = prepare("edit", encode(scene(50, 57)), facts=facts)
+    spec = replace(SPEC, edit_size="padded")
+    edit = prepare("edit", encode(scene(50, 57)), spec=spec)
     assert (edit.request.source_size, edit.request.model_size) == ((50, 57), (64, 64))
     pixels = drawn((64, 64))
     answer = Image.open(io.BytesIO(finish_edit(pixels, edit.context)))
@@ -173,7 +173,7 @@ def test_references_have_the_size_of_one_of_several() -> None:
     prepared = prepare("edit", image, references=tuple(references))
     edit, begin = prepared.request, 0
     for reference, picture in zip(edit.references, pictures[1:], strict=True):
-        fit = fit_of(picture.shape[:2], "cut", 64, FACTS.size_multiple)
+        fit = fit_of(picture.shape[:2], "cut", 64, SPEC.size_multiple)
         height, width = reference.size
         pixels = prepared.references[begin : begin + 3 * height * width]
         reference_pixels = pixels.reshape(height, width, 3)
@@ -182,7 +182,7 @@ def test_references_have_the_size_of_one_of_several() -> None:
         begin += pixels.size
     assert begin == prepared.references.size
     assert EditRequest.from_json(edit.to_json()).references == edit.references
-    assert edit.source_size == fit_of(SIZE, "cut", 64, FACTS.size_multiple).size
+    assert edit.source_size == fit_of(SIZE, "cut", 64, SPEC.size_multiple).size
 
 
 def test_named_references_follow_those_that_are_sent() -> None:
@@ -202,7 +202,7 @@ def test_named_references_follow_those_that_are_sent() -> None:
     with pytest.raises(TemplateNotFound, match=r"SETTINGS\.reference_ids\[1\]: f{16} is not"):
         prepare("edit", image, templates=names, reference_ids=("0" * 16, "f" * 16))
     accepted = accept_edit(
-        EditSettings(reference_ids=tuple(names)), b"", FACTS, Config(), kind="edit"
+        EditSettings(reference_ids=tuple(names)), b"", SPEC, Config(), kind="edit"
     )
     pixels = pixels_of([image, b""], accepted, Config(), lambda name, _: names.get(name))
     assert pixels == 40 * 56 + 40 * 72 + 200 * 90
@@ -246,8 +246,8 @@ def test_a_refused_size_names_one_that_is_accepted() -> None:
 
 def test_an_edit_without_a_mask_is_the_whole_source_at_the_models_size() -> None:
     source = scene(*SIZE)
-    facts = replace(FACTS, edit_size="cut")
-    edit = prepare("edit", encode(source), facts=facts, seed=7)
+    spec = replace(SPEC, edit_size="cut")
+    edit = prepare("edit", encode(source), spec=spec, seed=7)
     np.testing.assert_array_equal(edit.pixels, source)
     assert edit.edit_mask.shape == SIZE
     assert (edit.edit_mask == 255).all()
@@ -284,14 +284,14 @@ def test_a_picture_without_a_source_has_its_size_alone() -> None:
     assert (request.kind, request.template_id, request.pixels_id) == ("generate", "", "")
     assert (request.source_size, request.model_size) == ((32, 48), (32, 48))
     assert prepare("generate").request.model_size == (64, 64)
-    accepted = accept_edit(EditSettings(), b"", FACTS, Config(), kind="generate")
+    accepted = accept_edit(EditSettings(), b"", SPEC, Config(), kind="generate")
     assert pixels_of([b"", b""], accepted, Config(), lambda *_: None) == 0
 
 
 def test_control_pictures_are_fitted_as_the_source_is() -> None:
     outline = scene(*SIZE)
-    facts = replace(FACTS, edit_size="cut", native_resolution=40)
-    edit = prepare("edit", encode(outline), facts=facts, control=(encode(outline),))
+    spec = replace(SPEC, edit_size="cut", native_resolution=40)
+    edit = prepare("edit", encode(outline), spec=spec, control=(encode(outline),))
     np.testing.assert_array_equal(edit.controls[0], edit.pixels)
     picture = prepare("generate", size="56x40", control=(encode(outline),))
     np.testing.assert_array_equal(picture.controls[0], outline)
@@ -319,14 +319,14 @@ def test_the_answer_is_the_models_picture(kind: EditKind, output_format: Any) ->
 
 
 def test_a_model_with_alpha_answers_as_it_draws() -> None:
-    facts = replace(FACTS, latents=replace(FACTS.latents, alpha=True))
+    spec = replace(SPEC, latents=replace(SPEC.latents, alpha=True))
     for settings, channels in (
         ({}, 4),
         ({"background": "transparent"}, 4),
         ({"background": "opaque"}, 3),
         ({"output_format": "jpeg"}, 3),
     ):
-        edit = prepare("generate", facts=facts, **settings)
+        edit = prepare("generate", spec=spec, **settings)
         pixels = drawn(edit.request.model_size, 4)
         answer = Image.open(io.BytesIO(finish_edit(pixels, edit.context)))
         assert len(answer.getbands()) == channels

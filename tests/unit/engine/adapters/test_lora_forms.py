@@ -428,12 +428,12 @@ def test_peft_s_folder_is_served_as_peft_has_it(
     assert len(expected) > 7
     folder = tmp_path / "store" / "mine"
     assert_same(deltas(read(folder / "adapter_model.safetensors", models["flux"])), expected)
-    facts = describe_file(folder, models["flux"])
-    assert (facts["name"], facts["rank"], facts["notes"]) == ("mine", 4, [])
+    spec = describe_file(folder, models["flux"])
+    assert (spec["name"], spec["rank"], spec["notes"]) == ("mine", 4, [])
     store = store_of(tmp_path, models["flux"])
     known = store.catalogue.find("mine")
     adapter_file = store.fetch("mine", known.version)
-    assert (known.rank, known.notes, adapter_file.digest) == (4, (), facts["digest"])
+    assert (known.rank, known.notes, adapter_file.digest) == (4, (), spec["digest"])
     assert_same(deltas(read(adapter_file.path, models["flux"])), expected)
     version = known.version
     document = json.loads((folder / "adapter_config.json").read_text())

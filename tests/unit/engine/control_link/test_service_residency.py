@@ -23,7 +23,7 @@ ROOM = 10
 class Source:
     """A loader whose loads end when they are told to; a name's last digit is its bytes."""
 
-    def __init__(self, config: Config, facts: object, place: Any) -> None:
+    def __init__(self, config: Config, spec: object, place: Any) -> None:
         self._place = place
         self.under_way: dict[str, Done] = {}
 

@@ -70,10 +70,10 @@ def test_an_edit_of_one_step_to_a_terminal_sigma_is_refused(
 ) -> None:
     whole = tiny_fill if name == "fill" else REPO / "assets/models/flux2-klein-4b-shapes"
     folder = copy(whole, tmp_path, shift_terminal=0.02)
-    facts, config = load_spec(folder), config_of(folder)
-    check_settings(EditSettings(num_inference_steps=2), facts, config)
+    spec, config = load_spec(folder), config_of(folder)
+    check_settings(EditSettings(num_inference_steps=2), spec, config)
     with pytest.raises(InvalidRequest, match=r"num_inference_steps.*is 1.*2 to"):
-        check_settings(EditSettings(num_inference_steps=1), facts, config)
+        check_settings(EditSettings(num_inference_steps=1), spec, config)
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned_range"])

@@ -273,15 +273,15 @@ def test_a_vae_is_counted_in_the_dtype_in_which_it_runs(
     """In half precision SDXL's overflows when it encodes, and in float16 also when it decodes."""
     config = config_of(tiny_unets[variant], model={"dtype": dtype})
     exact = config_of(tiny_unets[variant], model={"dtype": "float32"})
-    facts, encoder = load_spec(tiny_unets[variant]), cast(Any, load_encoder(config))
+    spec, encoder = load_spec(tiny_unets[variant]), cast(Any, load_encoder(config))
     stages: dict[memory.Stage, list[Any]] = {
         "encoder": [encoder.vae, *(text.model for text in encoder.encoders)],
         "decoder": [load_decoder(config).vae],
     }
     for stage, parts in stages.items():
         weights = sum(p.nbytes for part in parts for p in part.parameters())
-        assert memory.weight_bytes(config, stage, facts) == pytest.approx(weights, rel=0.01)
-        ratio = memory.image_bytes(exact, stage, facts) / memory.image_bytes(config, stage, facts)
+        assert memory.weight_bytes(config, stage, spec) == pytest.approx(weights, rel=0.01)
+        ratio = memory.image_bytes(exact, stage, spec) / memory.image_bytes(config, stage, spec)
         assert ratio == (1 if parts[0].dtype == torch.float32 else 2)
     assert stages["encoder"][0].dtype == (
         torch.float32 if variant == "sdxl-base" else getattr(torch, dtype)
@@ -490,8 +490,8 @@ def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: 
             else:
                 vae.decode(torch.empty(1, 16, 64, 64, dtype=torch.bfloat16))
     config = config_of(tmp_path, model={"dtype": "bfloat16"})
-    facts = replace(FILL_SPEC, native_resolution=512, latents=one_scale(tmp_path))
-    counted = memory.image_bytes(config, stage, facts)
+    spec = replace(FILL_SPEC, native_resolution=512, latents=one_scale(tmp_path))
+    counted = memory.image_bytes(config, stage, spec)
     assert 0.95 * counted <= live.peak <= counted
 
 
@@ -509,12 +509,12 @@ def test_a_recorded_t5_keeps_no_more_than_was_counted(length: int, tmp_path: Pat
             peaks.append(live.peak)
     model = {"dtype": "bfloat16", "max_sequence_length": length}
     config = config_of(tmp_path, model=model)
-    facts = replace(FILL_SPEC, recorded_text="text_encoder_2")
-    counted = memory.recorded_text_bytes(config, facts)
+    spec = replace(FILL_SPEC, recorded_text="text_encoder_2")
+    counted = memory.recorded_text_bytes(config, spec)
     assert 0.95 * counted <= max(peaks) <= counted
     for unrecorded in ({"model": {**model, "t5_offload": True}},
                        {"model": model, "engine": {"cuda_graphs": False}}):  # fmt: skip
-        assert memory.recorded_text_bytes(config_of(tmp_path, **unrecorded), facts) == 0
+        assert memory.recorded_text_bytes(config_of(tmp_path, **unrecorded), spec) == 0
 
 
 @pytest.mark.parametrize("length", [64, 512])
@@ -535,24 +535,24 @@ def test_a_recorded_qwen3_keeps_no_more_than_was_counted(
         with LiveBytes("meta") as live:
             text.answer(LayerStates(text, (1, 2, 3)).states_of, inputs)
     config = config_of(tmp_path, model={"dtype": "bfloat16", "max_sequence_length": length})
-    facts = replace(FILL_SPEC, recorded_text="text_encoder", text_layers=4)
-    counted = memory.recorded_text_bytes(config, facts)
+    spec = replace(FILL_SPEC, recorded_text="text_encoder", text_layers=4)
+    counted = memory.recorded_text_bytes(config, spec)
     assert 0.95 * counted <= live.peak <= counted
 
 
 def test_two_pictures_are_counted_where_they_share_a_call(
     tiny_fill: Path, tiny_inpaint: Path
 ) -> None:
-    config, facts = config_of(tiny_fill), load_spec(tiny_fill)
-    one = memory.image_bytes(config, "encoder", facts)
+    config, spec = config_of(tiny_fill), load_spec(tiny_fill)
+    one = memory.image_bytes(config, "encoder", spec)
     for total, device, pictures in ((50 * one, "cuda", 2), (49 * one, "cuda", 1),
                                     (50 * one, "cpu", 1)):  # fmt: skip
-        assert memory.encoded_at_once(config, facts, device, total) == pictures
+        assert memory.encoded_at_once(config, spec, device, total) == pictures
     without = config_of(tiny_fill, stages={"vae_batches": "off"})
-    assert memory.encoded_at_once(without, facts, "cuda", 50 * one) == 1
+    assert memory.encoded_at_once(without, spec, "cuda", 50 * one) == 1
     # This model takes no masked picture.
-    config, facts = config_of(tiny_inpaint), load_spec(tiny_inpaint)
-    assert memory.encoded_at_once(config, facts, "cuda", 2**40) == 1
+    config, spec = config_of(tiny_inpaint), load_spec(tiny_inpaint)
+    assert memory.encoded_at_once(config, spec, "cuda", 2**40) == 1
 
 
 @pytest.mark.parametrize("mask", [None, 0.05])

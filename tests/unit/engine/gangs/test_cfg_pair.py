@@ -203,10 +203,10 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site)
     eventually("it is between anchors", lambda: len(sink.events) > 2)
     site.ranks.ranks.processes[1].kill()
     meta = sink.final().meta
-    facts, count = adapter.spec, refresh_count(meta["steps"], 0.25)
+    spec, count = adapter.spec, refresh_count(meta["steps"], 0.25)
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
     planned = lookahead_steps_of(
-        refresh_steps(count, sigmas, facts.refresh.evenly_over, facts.refresh.growth)
+        refresh_steps(count, sigmas, spec.refresh.evenly_over, spec.refresh.growth)
     )
     assert planned < set(meta["anchors"])
     further = set(meta["anchors"]) - planned

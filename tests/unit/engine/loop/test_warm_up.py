@@ -132,7 +132,7 @@ def test_a_model_that_cannot_take_a_step_is_not_served(tiny_fill: Path) -> None:
 
 
 def test_a_gpu_is_warmed_up_at_the_models_own_size(tiny_fill: Path) -> None:
-    config, facts = config_of(tiny_fill), load_spec(tiny_fill)
-    assert loader.warm_up_side(config, facts) == 32
-    side = loader.warm_up_side(config, facts, torch.device("cuda", 0))
-    assert side == facts.native_resolution == 64
+    config, spec = config_of(tiny_fill), load_spec(tiny_fill)
+    assert loader.warm_up_side(config, spec) == 32
+    side = loader.warm_up_side(config, spec, torch.device("cuda", 0))
+    assert side == spec.native_resolution == 64

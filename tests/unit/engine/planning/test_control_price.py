@@ -57,8 +57,8 @@ def test_shares_are_of_the_steps_in_which_a_control_acts(seed: int) -> None:
 
 @pytest.mark.parametrize("refresh", [1, 4])
 def test_prices_are_the_counted_work_at_the_cost_of_a_flop(tiny_fill: Path, refresh: int) -> None:
-    facts, config = load_spec(tiny_fill), dict(random_net(1, 1, 2).config)
-    work, net = counted_work(facts, 16, 16), control_work(facts, config, 16, 16)
+    spec, config = load_spec(tiny_fill), dict(random_net(1, 1, 2).config)
+    work, net = counted_work(spec, 16, 16), control_work(spec, config, 16, 16)
     costs = CostModel("cpu", Line(0.0, 1e-9))
     pricing = pricing_of(
         work,

@@ -168,8 +168,8 @@ def test_what_loras_of_some_rows_add_is_theirs_alone_and_reaches_every_plan() ->
 
 
 def test_a_lora_is_priced_by_the_bytes_of_its_file(tiny_fill: Path) -> None:
-    facts = load_spec(tiny_fill)
-    work = counted_work(facts, 16, 16)
+    spec = load_spec(tiny_fill)
+    work = counted_work(spec, 16, 16)
     lora, nbytes = work.typical_lora()
     costs, text = CostModel("cpu", Line(0.0, 1e-9)), 7
     pricing = pricing_of(work, costs, FORMATS["float32"], text=text, anchors=1, lora=(lora, nbytes))

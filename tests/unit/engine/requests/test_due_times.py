@@ -384,13 +384,13 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
 def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     anchoring: Engine, encoder: Encoder
 ) -> None:
-    adapter, facts = anchoring.adapter, anchoring.adapter.spec
+    adapter, spec = anchoring.adapter, anchoring.adapter.spec
     edit_job = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
     state = RequestState.of(anchoring.prepared(edit_job), Sink(), adapter)
     schedule = RefreshSchedules(anchoring.config, adapter).beside_template(edit_job, 0)[0]
     state.set_plan(ExecutionPlan("cached", "hit", schedule_with_template=schedule), adapter)
     tokens = adapter.tokens(edit_job)
-    levels = levels_of(edit_job.request.settings, facts.skipping, "cached")
+    levels = levels_of(edit_job.request.settings, spec.skipping, "cached")
     router_edit = Edit(
         12, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring,
         cached_levels=levels, dense_levels=LEVELS[FILL, "dense"],

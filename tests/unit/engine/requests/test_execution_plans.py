@@ -84,19 +84,19 @@ def job(
     """An edit of the upper share of a picture, whose last row of tokens ends where it may; `shape`:
     its height and width, or those of a window on a larger one, as shares of the model's side.
     """
-    adapter, facts = engine.adapter, engine.adapter.spec
-    side, multiple = min(facts.native_resolution, 256), facts.size_multiple
+    adapter, spec = engine.adapter, engine.adapter.spec
+    side, multiple = min(spec.native_resolution, 256), spec.size_multiple
     height, width = (max(1, round(share * side / multiple)) * multiple for share in shape)
     mask = np.zeros((height, width), np.uint8)
-    latents = tuple(length // facts.vae_scale_factor for length in mask.shape)
+    latents = tuple(length // spec.vae_scale_factor for length in mask.shape)
     mask[: max(1, round(ratio * height))] = 255
-    words = facts.text_tokens(engine.config.model.max_sequence_length)
-    prompt = adapter.blank_prompt(facts.encoder_picture_tokens(*latents) + words)
-    moments = np.zeros((2 * facts.latent_channels, *latents), np.float32)
+    words = spec.text_tokens(engine.config.model.max_sequence_length)
+    prompt = adapter.blank_prompt(spec.encoder_picture_tokens(*latents) + words)
+    moments = np.zeros((2 * spec.latent_channels, *latents), np.float32)
     settings = EditSettings(
         **{
-            "num_inference_steps": len(facts.sigmas) or max(steps, facts.least_steps),
-            "guidance_scale": facts.guidance_default(0.0),
+            "num_inference_steps": len(spec.sigmas) or max(steps, spec.least_steps),
+            "guidance_scale": spec.guidance_default(0.0),
             "mask_ring": 1,
             "first_block_threshold": 0.0,
             **options,
@@ -106,9 +106,9 @@ def job(
         request_of(np.zeros((height, width, 3), np.uint8), "a red star", settings, 0, name),
         mask,
         moments,
-        moments if facts.semantics.masked_picture else np.zeros((0, 0, 0), np.float32),
+        moments if spec.semantics.masked_picture else np.zeros((0, 0, 0), np.float32),
         prompt,
-        prompt if facts.guidance == "cfg" else None,
+        prompt if spec.guidance == "cfg" else None,
     )
 
 
@@ -121,11 +121,11 @@ def prime(engine: Engine, edit_job: EditJob) -> None:
 class Nets:
     """Knows one ControlNet: a part of the base's blocks."""
 
-    def __init__(self, facts: ModelSpec) -> None:
-        self.facts = facts
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
 
     def config(self, control: ResolvedControl) -> dict[str, Any]:
-        config = dict(self.facts.denoiser)
+        config = dict(self.spec.denoiser)
         if "num_single_layers" in config:
             config |= {"num_layers": 1, "num_single_layers": 1}
         return config
@@ -138,9 +138,9 @@ def controlled(engine: Engine, edit: RequestState, rng: np.random.Generator) -> 
     pixels = np.zeros((*edit.job.edit_mask.shape, 3), np.uint8)
     request = replace(edit.job.request, controls=(control,))
     edit.job = replace(edit.job, request=request, controls=(ControlInput("net", pixels),))
-    facts, steps, nets = engine.adapter.spec, edit.work.steps, Nets(engine.adapter.spec)
+    spec, steps, nets = engine.adapter.spec, edit.work.steps, Nets(engine.adapter.spec)
     schedule = engine.adapter.net_schedule(edit.job, (control,))
-    work = ControlWork.of(edit.job, facts, edit.work.totals, steps, nets, schedule)  # type: ignore[arg-type]
+    work = ControlWork.of(edit.job, spec, edit.work.totals, steps, nets, schedule)  # type: ignore[arg-type]
     edit.work = replace(edit.work, controls=work)
 
 

@@ -1,4 +1,4 @@
-"""The core's facts about families are those of diffusers' own pipelines and of the folders."""
+"""Specs of model families are those of diffusers' own pipelines and of the folders."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_a_flux_base_model_has_the_inpaint_pipelines_defaults_and_schnell_its_fo
     tiny_inpaint: Path, tmp_path: Path, embedded: bool, steps: int, guidance: float
 ) -> None:
     folder = changed(tiny_inpaint, tmp_path, "transformer/config.json", guidance_embeds=embedded)
-    facts = load_spec(folder)
-    assert (facts.steps_default(0), facts.guidance_default(0.0)) == (steps, guidance)
-    assert (facts.steps_default(9), facts.guidance_default(2.5)) == (9, 2.5)
+    spec = load_spec(folder)
+    assert (spec.steps_default(0), spec.guidance_default(0.0)) == (steps, guidance)
+    assert (spec.steps_default(9), spec.guidance_default(2.5)) == (9, 2.5)
 
 
 def test_the_latent_space_is_the_vaes(tiny_fill: Path, tiny_unets: dict[str, Path]) -> None:
@@ -119,8 +119,8 @@ def test_the_latent_space_is_the_vaes(tiny_fill: Path, tiny_unets: dict[str, Pat
 )
 def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) -> None:
     """Not where none stands among the tokens, nor where a template has most of it."""
-    facts = load_spec(CHECKOUT / "assets" / "models" / folder)
-    shares = text_shares(Config(cache=CacheConfig(own_anchors=0.45)), facts, 28, shared=False)
+    spec = load_spec(CHECKOUT / "assets" / "models" / folder)
+    shares = text_shares(Config(cache=CacheConfig(own_anchors=0.45)), spec, 28, shared=False)
     assert shares.template == template
     assert (shares.lookahead > 0) is (template < 1.0)
 
@@ -128,20 +128,20 @@ def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) 
 def test_first_edits_of_unmeasured_models_refresh_by_their_errors() -> None:
     """Klein's too. Others' do where an edit asks for it, and none where places are configured."""
     for folder in sorted((CHECKOUT / "assets" / "models").glob("*-shapes")):
-        facts = load_spec(folder)
-        is_open = facts.refresh.stride == 0.0 or facts.refresh.by_error
+        spec = load_spec(folder)
+        is_open = spec.refresh.stride == 0.0 or spec.refresh.by_error
         for fidelity in (-1.0, 0.0, 33.0):
             config = Config(cache=CacheConfig(fidelity=fidelity))
             expected = fidelity if fidelity >= 0 else 40.0
-            assert promised_fidelity(config, facts) == expected * is_open
-            assert promised_fidelity(config, facts, 25.0) == 25.0
+            assert promised_fidelity(config, spec) == expected * is_open
+            assert promised_fidelity(config, spec, 25.0) == 25.0
         for own_anchors in (0.0, 0.3):
             config = Config(cache=CacheConfig(own_anchors=own_anchors))
-            assert not refreshes_by_error(config, facts)
-            assert promised_fidelity(config, facts, 25.0) <= 100.0 * own_anchors
+            assert not refreshes_by_error(config, spec)
+            assert promised_fidelity(config, spec, 25.0) <= 100.0 * own_anchors
         together = Config(engine=EngineConfig(devices=2, policy="rounds"))
-        assert promised_fidelity(together, facts, 25.0) == 0.0
-        assert refresh_stride(together, facts) == (facts.refresh.stride or 0.0)
+        assert promised_fidelity(together, spec, 25.0) == 0.0
+        assert refresh_stride(together, spec) == (spec.refresh.stride or 0.0)
 
 
 @pytest.mark.parametrize("key", ["entry_format", "own_format"])
@@ -149,21 +149,21 @@ def test_int4_is_refused_at_start_of_a_width_that_it_does_not_divide(
     tiny_fill: Path, key: str
 ) -> None:
     """Keys and values have a scale for each 32 numbers of a token."""
-    facts = load_spec(tiny_fill)
-    narrow = replace(facts, denoiser={**facts.denoiser, "num_attention_heads": 3,
+    spec = load_spec(tiny_fill)
+    narrow = replace(spec, denoiser={**spec.denoiser, "num_attention_heads": 3,
                                       "attention_head_dim": 8})  # fmt: skip
     fits = {"entry_format": "int8", "own_format": "int8"}
     check_widths(with_cache(**fits), narrow)
     with pytest.raises(ConfigError, match=rf"\[cache\] {key}: int4 .* have 24; use int8"):
         check_widths(with_cache(**{**fits, key: "int4"}), narrow)
-    check_widths(with_cache(**{**fits, key: "int4"}), facts)
+    check_widths(with_cache(**{**fits, key: "int4"}), spec)
     check_widths(with_cache(enabled=False), narrow)
 
 
 def test_int4_is_refused_at_start_of_such_feature_maps(tiny_unets: dict[str, Path]) -> None:
-    facts = load_spec(tiny_unets["sdxl-base"])
-    channels = [48, *facts.denoiser["block_out_channels"][1:]]
-    odd = replace(facts, denoiser={**facts.denoiser, "block_out_channels": channels})
+    spec = load_spec(tiny_unets["sdxl-base"])
+    channels = [48, *spec.denoiser["block_out_channels"][1:]]
+    odd = replace(spec, denoiser={**spec.denoiser, "block_out_channels": channels})
     with pytest.raises(ConfigError, match="have 48"):
         check_widths(Config(), odd)
 

@@ -44,7 +44,7 @@ def test_diffusers_edits_with_it(semantics: str, request: pytest.FixtureRequest)
     assert not np.array_equal(red, edit("a blue star"))
 
 
-def test_facts_name_its_sizes(tiny_fill: Path, tiny_inpaint: Path) -> None:
+def test_spec_has_its_sizes(tiny_fill: Path, tiny_inpaint: Path) -> None:
     fill, inpaint = load_spec(tiny_fill), load_spec(tiny_inpaint)
     assert (fill.semantics, inpaint.semantics) == (FILL, INPAINT)
     assert fill.native_resolution == 64

@@ -200,9 +200,9 @@ class Edits:
     def __init__(self, folder: Path, model: Path, **stages: int) -> None:
         config = config_of(model)
         self.config = replace_stages(config, folder, **stages)
-        facts = load_spec(str(model), config.model.native_resolution)
+        spec = load_spec(str(model), config.model.native_resolution)
         self.plain = load_decoder(config)
-        self.decoder = EditDecoder(self.plain, facts, self.config)
+        self.decoder = EditDecoder(self.plain, spec, self.config)
         self.rng = fresh_rng()
         self.pixels = self.rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)
         self.moments = load_encoder(config).moments(self.pixels)
@@ -332,8 +332,8 @@ def test_events_decoded_together_are_as_each_alone(
     edits = Edits(tmp_path, tiny_fill)
     stages = msgspec.structs.replace(edits.config.stages, vae_batches=together)
     config = msgspec.structs.replace(edits.config, stages=stages)
-    facts = load_spec(str(tiny_fill), config.model.native_resolution)
-    decoder = EditDecoder(edits.plain, facts, config)
+    spec = load_spec(str(tiny_fill), config.model.native_resolution)
+    decoder = EditDecoder(edits.plain, spec, config)
     folder = MomentsFolder(tmp_path)
     folder.clear()
     folder.write(edits.request().pixels_id, edits.moments)
@@ -381,8 +381,8 @@ def test_a_picture_whose_numbers_overflow_is_an_error_and_harms_no_other(
     edits = Edits(tmp_path, tiny_fill)
     stages = msgspec.structs.replace(edits.config.stages, vae_batches=together)
     config = msgspec.structs.replace(edits.config, stages=stages)
-    facts = load_spec(str(tiny_fill), config.model.native_resolution)
-    decoder = EditDecoder(edits.plain, facts, config)
+    spec = load_spec(str(tiny_fill), config.model.native_resolution)
+    decoder = EditDecoder(edits.plain, spec, config)
     folder = MomentsFolder(tmp_path)
     folder.clear()
     folder.write(edits.request().pixels_id, edits.moments)
@@ -404,9 +404,9 @@ def test_a_picture_whose_numbers_overflow_is_an_error_and_harms_no_other(
 def test_a_pixel_beyond_all_numbers_is_not_white(tiny_fill: Path) -> None:
     """Only what the VAE's last layer adds is infinite."""
     config = config_of(tiny_fill)
-    facts = load_spec(str(tiny_fill), config.model.native_resolution)
-    decoder = Decoder.load(facts, config)
+    spec = load_spec(str(tiny_fill), config.model.native_resolution)
+    decoder = Decoder.load(spec, config)
     with torch.inference_mode():
         decoder.vae.decoder.conv_out.bias.fill_(float("inf"))
     with pytest.raises(EngineFailed, match="overflowed"):
-        decoder.decode(np.zeros((facts.latent_channels, 8, 8), np.float32))
+        decoder.decode(np.zeros((spec.latent_channels, 8, 8), np.float32))

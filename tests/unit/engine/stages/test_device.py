@@ -89,12 +89,12 @@ def test_tensors_arrive_where_the_encoder_and_the_decoder_are(
     folder = getfixturevalue["sdxl-fill"] if isinstance(getfixturevalue, dict) else getfixturevalue
     devices = {"encoder_device": "meta", "decoder_device": "meta"}
     config = config_of(folder, model={"device": "cpu", **devices})
-    facts = load_spec(folder)
-    family = FAMILIES[facts.family]()
-    denoiser = family.load_adapter(facts, config)
+    spec = load_spec(folder)
+    family = FAMILIES[spec.family]()
+    denoiser = family.load_adapter(spec, config)
     assert {p.device.type for p in denoiser.model.parameters()} == {"cpu"}
-    encoder = family.load_encoder(facts, sharing_the_device(config, "encoder"))
-    decoder = family.load_decoder(facts, sharing_the_device(config, "decoder"))
+    encoder = family.load_encoder(spec, sharing_the_device(config, "encoder"))
+    decoder = family.load_decoder(spec, sharing_the_device(config, "decoder"))
     pixels, mask = np.zeros((32, 32, 3), np.uint8), np.full((32, 32), 255, np.uint8)
     # All is computed on the other device: what fails is the copy of the answer from there.
     with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
@@ -102,7 +102,7 @@ def test_tensors_arrive_where_the_encoder_and_the_decoder_are(
     with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
         encoder.encode_prompt("a red star")
     with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
-        decoder.decode(np.zeros((facts.latent_channels, 8, 8), np.float32))
+        decoder.decode(np.zeros((spec.latent_channels, 8, 8), np.float32))
 
 
 def test_weights_are_never_whole_on_the_host(tiny_fill: Path) -> None:

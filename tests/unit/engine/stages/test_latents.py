@@ -70,8 +70,8 @@ def served(vae: Any, folder: Path, **stages: Any) -> tuple[Any, ModelSpec]:
     """As a worker has it from its folder."""
     vae.save_pretrained(folder / "vae")
     space = latent_space(read_json(folder / "vae" / "config.json"))
-    facts = replace(FILL_SPEC, latents=space)
-    return load_vae(config_of(folder, stages=stages), facts), facts
+    spec = replace(FILL_SPEC, latents=space)
+    return load_vae(config_of(folder, stages=stages), spec), spec
 
 
 @pytest.mark.parametrize("tiles", ["off", "on"])
@@ -85,8 +85,8 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
         )  # as ours lies: sums are then rounded alike
     if tiles == "on":
         requires_grad.enable_tiling()
-    vae, facts = served(requires_grad, tmp_path, vae_tiles=tiles)
-    space, frames = facts.latents, isinstance(requires_grad, AutoencoderKLQwenImage)
+    vae, spec = served(requires_grad, tmp_path, vae_tiles=tiles)
+    space, frames = spec.latents, isinstance(requires_grad, AutoencoderKLQwenImage)
     assert type(vae) is type(requires_grad)
     assert (space.pixels, space.channels, space.frames) == (2, 4, frames)
     side = space.tile + 16
@@ -95,7 +95,7 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
 
     rng = fresh_rng()
     pixels = rng.integers(0, 256, (side, 16, 3), dtype=np.uint8)
-    moments = Vaes(facts, vae).moments(pixels)
+    moments = Vaes(spec, vae).moments(pixels)
     image = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255.0 * 2.0 - 1.0
     with torch.inference_mode():
         posterior = requires_grad.encode(image[:, :, None] if frames else image).latent_dist
@@ -127,9 +127,9 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
 
 def test_pieces_are_of_the_vaes_that_they_know(tmp_path: Path) -> None:
     for make, known in ((kl, True), (qwen_image, False)):
-        vae, facts = served(make(), tmp_path / str(known))
-        assert Decoder(vae, facts.latents).has_pieces == known
-        assert Vaes(facts, vae).has_pieces == known
+        vae, spec = served(make(), tmp_path / str(known))
+        assert Decoder(vae, spec.latents).has_pieces == known
+        assert Vaes(spec, vae).has_pieces == known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

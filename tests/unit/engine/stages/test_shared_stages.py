@@ -120,7 +120,7 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
     for worker in workers:
         assert (Path(worker.runtime_dir) / PRIMING_PROMPT_FILE).read_bytes() == expected
     cases = [random_case(rng) for _ in range(3)]
-    facts = load_spec(str(folder), 0)
+    spec = load_spec(str(folder), 0)
     for _ in range(8):
         # What is kept of one worker's edits serves the other's, as it would have its own.
         case, prompt, integers = (
@@ -130,8 +130,8 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
         )
         local_answer = answer_to(stage_pairs["own"]["encoder"], to_encode(api, case, prompt))
         assert answer_to(encoders[integers], to_encode(api, case, prompt)) == local_answer
-        height, width = (side // facts.vae_scale_factor for side in case.mask.shape)
-        latents = rng.standard_normal((facts.latent_channels, height, width), np.float32)
+        height, width = (side // spec.vae_scale_factor for side in case.mask.shape)
+        latents = rng.standard_normal((spec.latent_channels, height, width), np.float32)
         decode = to_decode(case, latents)
         local_answer = answer_to(stage_pairs["own"]["decoder"], api.request("", **decode))
         assert answer_to(decoders[integers], api.request("", **decode)) == local_answer

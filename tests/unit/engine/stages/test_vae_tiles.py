@@ -115,13 +115,13 @@ def test_memory_is_a_tiles_and_not_the_pictures(tiny_fill: Path, tmp_path: Path)
         shutil.copytree(tiny_fill / "vae", folder / "vae")
         about = folder / "vae" / "config.json"
         about.write_text(json.dumps({**json.loads(about.read_text()), "sample_size": 1024}))
-        facts = replace(load_spec(tiny_fill, native), latents=one_scale(folder))
+        spec = replace(load_spec(tiny_fill, native), latents=one_scale(folder))
         for stage in ("encoder", "decoder"):
             of = [
                 image_bytes(
                     config_of(folder, stages={"vae_tiles": name}),
                     stage,  # type: ignore[arg-type]
-                    facts,
+                    spec,
                 )
                 for name in ("off", "on")
             ]

@@ -453,10 +453,10 @@ def test_where_steps_are_not_recorded_nothing_changes(folder: Path, encoder: Enc
 def test_recorded_steps_are_of_workers_with_one_device_that_keep_nothing_placed(
     tiny_fill: Path,
 ) -> None:
-    facts = load_spec(tiny_fill)
+    spec = load_spec(tiny_fill)
 
     def rows(**sections: dict[str, Any]) -> int:
-        return recorded_rows(facts, config_of(tiny_fill, **sections))
+        return recorded_rows(spec, config_of(tiny_fill, **sections))
 
     assert rows() == rows(cache={"placed_bytes": 0}) == RECORDED_ROWS
     assert rows(cache={"placed_bytes": 7}) == rows(engine={"devices": 2}) == 0

@@ -132,22 +132,22 @@ def test_a_context_that_the_plan_does_not_compute_sees_the_priming_prompt(
 
 
 def test_what_klein_does_not_take_is_refused_in_a_sentence(model: FamilyModel) -> None:
-    facts, config = model.adapter.spec, config_of(model.folder)
+    spec, config = model.adapter.spec, config_of(model.folder)
     edit_settings = EditSettings(negative_prompt="x", guidance_scale=None)
     with pytest.raises(InvalidRequest, match=r"negative_prompt.*cannot be used by this model"):
-        accept_edit(edit_settings, b"a", facts, config, None)
-    if facts.guidance == "none":
+        accept_edit(edit_settings, b"a", spec, config, None)
+    if spec.guidance == "none":
         with pytest.raises(InvalidRequest, match=r"guidance_scale.*is not an input of this model"):
-            accept_edit(EditSettings(guidance_scale=4.0), b"a", facts, config, None)
+            accept_edit(EditSettings(guidance_scale=4.0), b"a", spec, config, None)
     with pytest.raises(ValueError, match="takes no ControlNets"):
-        check_config({"_class_name": "FluxControlNetModel"}, facts)
+        check_config({"_class_name": "FluxControlNetModel"}, spec)
 
 
 def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: FamilyModel) -> None:
     """The pipeline samples it between four pixels of a cell; grown to latents alone it would be
     left at a part.
     """
-    facts, edit = model.adapter.spec, model.edit(0)
+    spec, edit = model.adapter.spec, model.edit(0)
     stroke = np.zeros((64, 64), np.uint8)
     stroke[9:11] = 255
     pixels = np.zeros((64, 64, 3), np.uint8)
@@ -158,8 +158,8 @@ def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: FamilyModel
         row: Any = model.adapter.dense_row(job)
         return set(row.image.masked.blend.mask.flatten().tolist())
 
-    assert shares(mask_for_model(stroke, facts)) == {0.0, 1.0}
-    assert shares(mask_for_model(stroke, replace(facts, mask_latents=1))) - {0.0, 1.0}
+    assert shares(mask_for_model(stroke, spec)) == {0.0, 1.0}
+    assert shares(mask_for_model(stroke, replace(spec, mask_latents=1))) - {0.0, 1.0}
 
 
 @pytest.fixture

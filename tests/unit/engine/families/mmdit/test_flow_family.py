@@ -31,8 +31,8 @@ from tests.support.cached_rows import assert_equal
 from tests.support.draws import fresh_rng
 
 WIDTH, HEADS, BLOCKS, TEXT_IN, SHIFT = 16, 2, 3, 6, 0.7
-FACTS = replace(FILL_SPEC, family="toy", semantics=INPAINT, guidance="none", true_cfg=True)
-CHANNELS = FACTS.latent_channels
+SPEC = replace(FILL_SPEC, family="toy", semantics=INPAINT, guidance="none", true_cfg=True)
+CHANNELS = SPEC.latent_channels
 
 
 class Toy(nn.Module):
@@ -223,7 +223,7 @@ def sampler() -> FlowMatchEulerDiscreteScheduler:
 def adapter() -> ToyAdapter:
     torch.manual_seed(0)
     model = Toy().eval().requires_grad_(False)
-    return ToyAdapter(FACTS, model, sampler(), outside_noise="edit")
+    return ToyAdapter(SPEC, model, sampler(), outside_noise="edit")
 
 
 SOFT = np.array([1, 42, 51, 64, 85, 102, 127, 128, 170, 204, 254, 255], np.uint8)

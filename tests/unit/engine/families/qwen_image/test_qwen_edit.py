@@ -73,14 +73,14 @@ def test_a_prompt_longer_than_what_is_read_is_cut(model: FamilyModel) -> None:
     """The pipeline does not cut. Here the last words go. They are counted without the picture and
     without the words that the pipeline puts before a prompt.
     """
-    most, case, facts = 30, model.edit(0), model.adapter.spec
+    most, case, spec = 30, model.edit(0), model.adapter.spec
     encoder = load_encoder(config_of(model.folder, model={"max_sequence_length": most}))
-    assert facts.encoder_picture is not None
+    assert spec.encoder_picture is not None
     height, width = case.pixels.shape[:2]
-    size = facts.encoder_picture.size(height, width)
+    size = spec.encoder_picture.size(height, width)
     picture = model.pipeline.image_processor.resize(Image.fromarray(case.pixels), *size)
-    before = facts.encoder_picture.tokens(height, width)
-    if facts.encoder_picture.area:  # its pictures have numbers, and stand in no template
+    before = spec.encoder_picture.tokens(height, width)
+    if spec.encoder_picture.area:  # its pictures have numbers, and stand in no template
         named = "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
         before += len(model.pipeline.tokenizer(named).input_ids) - 1
     for prompt in ("", "a red star", model.case.long_prompt):

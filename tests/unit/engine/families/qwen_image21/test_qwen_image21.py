@@ -259,12 +259,12 @@ def test_a_distilled_model_goes_by_its_own_schedule(model: FamilyModel, tmp_path
 
 def test_other_steps_than_a_model_s_own_are_refused(model: FamilyModel, tmp_path: Path) -> None:
     folder = changed(model, tmp_path / "turbo", "model_index.json", sample_sigmas=[1.0, 0.6, 0.2])
-    facts, config = load_spec(folder), config_of(folder, model={"num_inference_steps": 0})
-    assert facts.stride == 1
+    spec, config = load_spec(folder), config_of(folder, model={"num_inference_steps": 0})
+    assert spec.stride == 1
 
     def accepted(steps: int | None) -> Any:
         edit_settings = EditSettings(num_inference_steps=steps)
-        return accept_edit(edit_settings, b"a", facts, config, None).settings.num_inference_steps
+        return accept_edit(edit_settings, b"a", spec, config, None).settings.num_inference_steps
 
     assert (accepted(None), accepted(3)) == (3, 3)
     with pytest.raises(InvalidRequest, match=r"is 20, and this model has a schedule.*: 3"):

@@ -31,14 +31,14 @@ def change(path: Path, **values: Any) -> None:
     [("sd-base", "inpaint", False), ("sd-fill", "fill", False),
      ("sdxl-base", "inpaint", True), ("sdxl-fill", "fill", True)],
 )  # fmt: skip
-def test_facts_are_read_from_the_folder(
+def test_spec_is_read_from_the_folder(
     tiny_unets: dict[str, Path], name: str, semantics: str, micro: bool
 ) -> None:
-    facts = load_spec(tiny_unets[name])
-    assert (facts.family, facts.semantics.name, facts.guidance) == ("unet", semantics, "cfg")
-    assert facts.micro_conditioning is micro
-    assert (facts.token_pixels, facts.size_multiple, facts.native_resolution) == (4, 4, 64)
-    assert facts.text_tokens(512) == TEXT_LENGTH
+    spec = load_spec(tiny_unets[name])
+    assert (spec.family, spec.semantics.name, spec.guidance) == ("unet", semantics, "cfg")
+    assert spec.micro_conditioning is micro
+    assert (spec.token_pixels, spec.size_multiple, spec.native_resolution) == (4, 4, 64)
+    assert spec.text_tokens(512) == TEXT_LENGTH
 
 
 @pytest.mark.parametrize(

@@ -126,13 +126,13 @@ def test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends(
     """A picture without pads lies alike beside any prompt, so its key does not say how long that
     is. The pads of another stand before the prompt: its entries differ, and so does their key.
     """
-    facts = model.adapter.spec
+    spec = model.adapter.spec
     for (height, width), alike in {(4, 8): True, (6, 6): False}.items():
         short, long = (
             picture_of(model, height, width, prompt) for prompt in ("", model.case.long_prompt)
         )
         texts = {
-            facts.key_text(len(job.conditioning["prompt_embeds"]), height * width)
+            spec.key_text(len(job.conditioning["prompt_embeds"]), height * width)
             for job in (short, long)
         }
         assert (texts == {0}) is alike
@@ -242,17 +242,17 @@ def test_half_precision_begins_with_noise_in_float32(model: FamilyModel) -> None
 
 
 def test_guidance_above_nothing_takes_a_second_pass(model: FamilyModel) -> None:
-    facts, config = model.adapter.spec, config_of(model.folder)
+    spec, config = model.adapter.spec, config_of(model.folder)
 
     def filled(**settings: Any) -> EditSettings:
-        return with_defaults(EditSettings(**settings), facts, config)
+        return with_defaults(EditSettings(**settings), spec, config)
 
     assert filled().guidance_scale == 5.0
     assert filled().negative_prompt == filled(guidance_scale=0.5).negative_prompt == ""
     assert filled(guidance_scale=0.0).negative_prompt is None
     edit_settings = EditSettings(guidance_scale=0.0, negative_prompt="x")
     with pytest.raises(InvalidRequest, match=r"negative_prompt.*a guidance_scale above 0"):
-        accept_edit(edit_settings, b"a", facts, config, None)
+        accept_edit(edit_settings, b"a", spec, config, None)
 
 
 def test_the_distilled_model_is_told_by_its_schedule(model: FamilyModel, tmp_path: Path) -> None:
