@@ -525,7 +525,7 @@ def test_errors_that_ranks_measure_place_refresh_steps(tiny_kontext: Path) -> No
     assert {cache for cache, _ in metas[0]} == {"own"}
 
 
-# families/flux2 has ranks in threads that make and read them; families/flow what they are.
+# families/flux2 has ranks in threads that make and read them; families/mmdit what they are.
 @pytest.mark.slow
 def test_exact_references_go_with_a_row_to_any_rank(tmp_path: Path) -> None:
     """Each rank of an edit without a template makes them whole; of a template's each loads its

@@ -1,1 +1,0 @@
-"""Flow-matching transformers; see `families/mmdit`."""
