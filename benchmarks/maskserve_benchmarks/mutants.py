@@ -816,7 +816,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a prompt is kept for all pictures",
-        "engine/maskserve_triton/encoder.py",
+        "engine/maskserve_triton/prompt_encoder.py",
         'picture = " ".join((source, *(reference.pixels_id for reference in edit.references)))',
         'picture = ""',
         f"{_QWEN_EDIT}::test_prompts_are_kept_by_picture",

@@ -30,7 +30,8 @@ from maskserve_engine.stages.revision import stages_revision
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_triton.batched_requests import BatchedRequests, view_item
 from maskserve_triton.decoder import EditDecoder, ToDecode
-from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.encoder import EditEncoder
+from maskserve_triton.encoder_input import EncoderInput
 from maskserve_triton.run_encodings import RunEncodings
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, check_revision
 from maskserve_triton.tensor_io import Outputs, failed_event, read_bytes
@@ -59,14 +60,14 @@ class EncoderStage:
         self._encoder.close()
         self._tracer.close()
 
-    def _read(self, request: Any) -> ToEncode | None:
+    def _read(self, request: Any) -> EncoderInput | None:
         """Read a request's edit; None: it requests the priming prompt."""
         check_revision(request, self._revision)
         edit = read_bytes(self._api, request, "REQUEST")
         if edit == PRIMING_PROMPT:
             return None
         request_parameters = parameters(request)
-        return ToEncode(
+        return EncoderInput(
             EditRequest.from_json(edit),
             view_item(self._api, request, "PIXELS", np.uint8, ndim=3),
             view_item(self._api, request, "EDIT_MASK", np.uint8, ndim=2),
@@ -76,7 +77,7 @@ class EncoderStage:
             view_item(self._api, request, "REFERENCES", np.uint8, ndim=1),
         )
 
-    def _encode(self, requests: Sequence[ToEncode | None]) -> Iterator[Outputs | Exception]:
+    def _encode(self, requests: Sequence[EncoderInput | None]) -> Iterator[Outputs | Exception]:
         encoded = self._encoder.encode_all([edit for edit in requests if edit is not None])
         for edit in requests:
             outcome = self._priming_prompt() if edit is None else next(encoded)

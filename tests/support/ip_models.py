@@ -18,7 +18,8 @@ from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.spec.ip_adapters import LAYOUTS
 from maskserve_triton.accept import accept_edit
-from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.encoder import EditEncoder
+from maskserve_triton.encoder_input import EncoderInput
 from maskserve_triton.preprocess import prepare_edit
 from tests.fakes.ip_adapters import build_image_encoder, build_ip_adapter
 from tests.fakes.jobs import Case, config_of, tolerance
@@ -74,7 +75,9 @@ class IpModel:
             self.config,
             references=[] if picture is None else [encode(picture)],
         )
-        edit = ToEncode(ready.request, ready.pixels, ready.edit_mask, references=ready.references)
+        edit = EncoderInput(
+            ready.request, ready.pixels, ready.edit_mask, references=ready.references
+        )
         [encoded] = self.stage.encode_all([edit])
         assert not isinstance(encoded, Exception), encoded
         arrays, _ = encoded

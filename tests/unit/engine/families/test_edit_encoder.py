@@ -30,7 +30,8 @@ from maskserve_engine.families.encoder import Encoder, TextEncoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import Encoded, TokensRead
 from maskserve_engine.stages.vae_pieces import PixelBox
-from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.encoder import EditEncoder
+from maskserve_triton.encoder_input import EncoderInput
 from maskserve_triton.run_encodings import RunEncodings
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.fakes.tiny_qwen_image21 import build_tiny_qwen_image21
@@ -111,8 +112,8 @@ def test_what_is_kept_is_what_would_be_made(
             assert (report.prompt, report.template) == ("made", "made")
         seen_prompts |= texts
         seen_pictures.add(edit.pixels_id)
-        assert edit_encoder._prompts.nbytes <= budget
-        assert edit_encoder._templates.nbytes <= budget
+        assert edit_encoder.prompts.nbytes <= budget
+        assert edit_encoder.pictures.nbytes <= budget
 
 
 @pytest.mark.parametrize("model", ["inpaint", "sdxl-base"])
@@ -124,10 +125,10 @@ def test_without_a_mask_the_source_is_encoded_once_and_without_one_nothing_is(
     encoder = load_encoder(config)
     edit_encoder, case = make(encoder, config), random_case(rng)
     full, none = np.full_like(case.mask, 255), np.zeros((0, 0, 3), np.uint8)
-    whole = ToEncode(replace(edit_of(case), kind="edit"), case.pixels, full)
+    whole = EncoderInput(replace(edit_of(case), kind="edit"), case.pixels, full)
     generation = replace(edit_of(case), kind="generate", template_id="", pixels_id="")
     for template in ("made", "kept"):
-        results = list(edit_encoder.encode_all([whole, ToEncode(generation, none, full)]))
+        results = list(edit_encoder.encode_all([whole, EncoderInput(generation, none, full)]))
         (edited, edited_report), (blank, blank_report) = results  # type: ignore[misc]
         np.testing.assert_array_equal(edited.moments, encoder.moments(case.pixels))
         assert edited_report.template == template
@@ -372,7 +373,7 @@ def test_edits_encoded_together_are_as_each_alone(
             edit_settings = EditSettings(negative_prompt=negative, reproducible=number % 3 == 0)
             # A text of its own: were all but one kept, that one would be encoded alone.
             case = Case(pixels, mask, f"{rng.choice(WORDS)} {batch} {number}", edit_settings, 1)
-            work.append(ToEncode(edit_of(case), pixels, mask))
+            work.append(EncoderInput(edit_of(case), pixels, mask))
         # All, before the encoder is asked again: a second thread has it until then.
         for edit, answer in zip(work, list(edit_encoder.encode_all(work)), strict=True):
             assert not isinstance(answer, Exception), answer
@@ -448,7 +449,7 @@ def test_a_source_shares_the_call_of_its_masked_picture(
         assert calls == expected_calls
         assert report.template == how
         (same if reproducible else near)(actual, expected)
-        cached = edit_encoder._templates.get(edit.pixels_id)
+        cached = edit_encoder.pictures.cached(edit.pixels_id)
         assert cached is not None
         assert cached.alone == reproducible
         if template.sums is not None:
@@ -496,7 +497,7 @@ def test_one_whose_lora_is_gone_harms_no_other(tmp_path: Path, make: Make, tiny_
     missing = structs.replace(lora, version="0" * 16)
     cases = [random_case(rng) for _ in range(3)]
     work = [
-        ToEncode(
+        EncoderInput(
             replace(edit_of(replace(case, settings=EditSettings())), loras=loras),
             case.pixels,
             case.mask,
@@ -524,7 +525,7 @@ def test_prompts_that_fail_together_go_alone(
     encoder.encode_prompts = one_at_a_time
     cases = [random_case(fresh_rng()) for _ in range(2)]
     work = [
-        ToEncode(edit_of(case, f"{number} stars"), case.pixels, case.mask)
+        EncoderInput(edit_of(case, f"{number} stars"), case.pixels, case.mask)
         for number, case in enumerate(cases)
     ]
     for edit, answer in zip(work, make(encoder, config).encode_all(work), strict=True):
@@ -602,7 +603,7 @@ def test_a_run_encodes_a_picture_once_for_all_workers_of_a_host(
     edits = [edit_of(replace(case, prompt=text)) for text in texts]
 
     def variants(run: str) -> list[Encoded]:
-        inputs = [ToEncode(edit, case.pixels, mask, None, run) for edit in edits]
+        inputs = [EncoderInput(edit, case.pixels, mask, None, run) for edit in edits]
         encoded = []
         for worker, edit_input in zip(workers[1:], inputs, strict=True):
             [result] = worker.encode_all([edit_input])
@@ -617,7 +618,9 @@ def test_a_run_encodes_a_picture_once_for_all_workers_of_a_host(
         worker._prompts = LruCache(2**28, lambda arrays: 1)
     calls.clear()
     maker = edit_of(replace(case, prompt=WORDS[0] if same_prompt else ""))
-    [result] = workers[0].encode_all([ToEncode(maker, case.pixels, mask, None, "run", makes=True)])
+    [result] = workers[0].encode_all(
+        [EncoderInput(maker, case.pixels, mask, None, "run", makes=True)]
+    )
     assert not isinstance(result, Exception)
     shared = variants("run")
     assert calls == {"template": 1, "encode_prompt": 1 if same_prompt else 6}

@@ -20,7 +20,8 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.files.values import Values
 from maskserve_engine.stages.encoded import pack_references, unpack_references
 from maskserve_triton.accept import accept_edit
-from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.encoder import EditEncoder
+from maskserve_triton.encoder_input import EncoderInput
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
 from maskserve_triton.run_encodings import RunEncodings
 from tests.fakes.jobs import tolerance
@@ -59,9 +60,9 @@ def prepared(
     return prepare_edit(image, b"", accepted, spec, config, references=references)
 
 
-def to_encode(ready: PreparedEdit) -> ToEncode:
+def to_encode(ready: PreparedEdit) -> EncoderInput:
     arrays = ready.pixels, ready.edit_mask
-    return ToEncode(ready.request, *arrays, references=ready.references)
+    return EncoderInput(ready.request, *arrays, references=ready.references)
 
 
 @pytest.fixture

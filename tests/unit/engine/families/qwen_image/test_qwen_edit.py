@@ -22,7 +22,8 @@ from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.encoder_picture import EncoderPicture
-from maskserve_triton.encoder import EditEncoder, ToEncode
+from maskserve_triton.encoder import EditEncoder
+from maskserve_triton.encoder_input import EncoderInput
 from tests.fakes.jobs import config_of
 from tests.fakes.pipelines import qwen_edit_pipeline
 from tests.support.cached_rows import Primed, assert_equal, cached, result
@@ -100,9 +101,11 @@ def test_prompts_are_kept_by_picture(model: FamilyModel, tmp_path: Path) -> None
     case = model.edit(0)
     roll = np.roll(case.pixels, 5, 1)
 
-    def edits() -> list[ToEncode]:
+    def edits() -> list[EncoderInput]:
         return [
-            ToEncode(request_of(pixels, "a red star", case.settings, 1, str(n)), pixels, case.mask)
+            EncoderInput(
+                request_of(pixels, "a red star", case.settings, 1, str(n)), pixels, case.mask
+            )
             for n, pixels in enumerate((case.pixels, roll))
         ]
 
