@@ -22,8 +22,11 @@ from maskserve_router.api.http_inference import HttpInference
 from maskserve_router.api.no_jobs import NoJobs
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.form import ModelForm
+from maskserve_router.api.openai.form_pictures import FormPictures
+from maskserve_router.api.openai.form_reader import FormReader
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.api.openai.masks import mask_routes
+from maskserve_router.api.openai.models import model_routes
 from maskserve_router.api.openai.picture_urls import PictureUrls
 from maskserve_router.api.openai.routes import openai_routes
 from maskserve_router.api.openai.served_models import ServedModels
@@ -141,23 +144,24 @@ class Router:
         """Return the jobs, and the HTTP routes beside those of KServe."""
         config, fair_share = self._config, self._fair_share
         picture_urls = PictureUrls(config.openai)
+        models = ServedModels(self.pool, forms, config.openai.aliases)
+        reader = FormReader(bodies, config.limits, front, fair_share, models, self._urls, forms)
         images = ImageEdits(
-            bodies,
             config.limits,
             front,
             fair_share,
-            ServedModels(self.pool, forms, config.openai.aliases),
-            self._urls,
+            reader,
+            FormPictures(front, fair_share, forms),
             self._outputs,
             picture_urls,
-            forms,
         )
         templates = TemplateRoutes(bodies, front, self._control, fair_share)
         jobs, job_routes = _jobs(
-            config, front, images, self._keys, self.admission, fair_share, self.metrics
+            config, front, reader, images, self._keys, self.admission, fair_share, self.metrics
         )
         return jobs, [
             *openai_routes(images, templates, picture_urls),
+            *model_routes(front, models),
             *mask_routes(bodies, front, masks, fair_share),
             *job_routes,
             *workflow_routes(self._keys.client, self._workflows),
@@ -299,6 +303,7 @@ class Router:
 def _jobs(
     config: RouterConfig,
     front: Front,
+    reader: FormReader,
     images: ImageEdits,
     keys: KeyRing,
     admission: Admission,
@@ -328,9 +333,11 @@ def _jobs(
         return no_jobs, no_jobs.routes(front)
     database, webhooks = JobDatabase(config, fair_share), Webhooks(config.jobs)
     jobs = Jobs(
-        JobServices(config, database, images, keys, admission, fair_share, webhooks, metrics)
+        JobServices(
+            config, database, reader, images, keys, admission, fair_share, webhooks, metrics
+        )
     )
-    return jobs, job_routes(front, images, jobs)
+    return jobs, job_routes(front, reader, jobs)
 
 
 def _workflow_parts(

@@ -17,8 +17,8 @@ from maskserve_common.imaging.picture_set import (
     check_images,
 )
 from maskserve_common.imaging.view import canvas_size
-from maskserve_router.api.openai.edits import DECODED_PIXELS, mask_of, settings_of
 from maskserve_router.api.openai.form import EditForm
+from maskserve_router.api.openai.form_reader import DECODED_PIXELS, mask_of, settings_of
 
 
 def check_pictures(form: EditForm, limits: LimitsConfig, *, of_workflow: bool) -> None:

@@ -47,7 +47,7 @@ class Jobs:
 
     def __init__(self, services: JobServices) -> None:
         self._services, self._config = services, services.config.jobs
-        self._database, self._edits = services.database, services.edits
+        self._database, self._reader = services.database, services.reader
         self._fair_share, self._webhooks = services.fair_share, services.webhooks
         self.runner: JobRunner | None = None
         """Runs the jobs; None: the database is not open."""
@@ -98,7 +98,7 @@ class Jobs:
         if webhook is not None:
             self._webhooks.check(webhook, client.webhook_secret)
         runner = await self._opened()
-        check = partial(check_pictures, of_workflow=self._edits.is_workflow(form))
+        check = partial(check_pictures, of_workflow=self._reader.is_workflow(form))
         await self._fair_share.run(client, _LARGE, check, form, self._services.config.limits)
         pictures = sum(map(len, (form.image, form.mask or b"", *form.references, *form.control)))
         digest = await self._fair_share.run(client, pictures, _digest, form)
@@ -107,7 +107,7 @@ class Jobs:
             seed = secrets.randbits(_SEED_BITS)
             seeded = replace(form, settings={**form.settings, "seed": seed})
         encoded_form = await self._fair_share.run(client, pictures, _ENCODER.encode, seeded)
-        megapixels = await self._fair_share.run(client, pictures, self._edits.work, form)
+        megapixels = await self._fair_share.run(client, pictures, self._reader.work, form)
         work = Daily(1, len(encoded_form), megapixels)
         await self._check_room(runner.store, client, len(encoded_form))
         job = JobRecord(

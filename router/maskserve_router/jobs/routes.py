@@ -14,7 +14,7 @@ from starlette.routing import Route
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.front import Front
 from maskserve_router.api.openai.answers import error_boundary, json_answer
-from maskserve_router.api.openai.edits import ImageEdits
+from maskserve_router.api.openai.form_reader import FormReader
 from maskserve_router.jobs.jobs import Jobs
 from maskserve_router.jobs.runner import description
 from maskserve_router.messages.job_states import MOST_LISTED
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[!-~]{1,255}")
 """Form of an idempotency key in a header."""
 
 
-def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
+def job_routes(front: Front, reader: FormReader, jobs: Jobs) -> list[Route]:
     """Return the routes of jobs."""
 
     async def add(request: Request, request_id: str) -> Response:
@@ -34,7 +34,7 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
                 "Idempotency-Key", "has another form", "up to 255 characters of ASCII, no blanks"
             )
         with ExitStack() as exit_stack:
-            form, _ = await edits.read(request, client, exit_stack)
+            form, _ = await reader.read(request, client, exit_stack)
             job, new = await jobs.add(form, client, named)
         headers = {"location": f"/v1/jobs/{job.id}"}
         if not new:

@@ -28,6 +28,7 @@ from maskserve_common.shares import Shares, room
 from maskserve_router.api.openai.answers import error_body
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.form import EditForm
+from maskserve_router.api.openai.form_reader import FormReader
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import FairShare
 from maskserve_router.jobs.database import JobDatabase, error_text
@@ -59,6 +60,7 @@ class JobServices(NamedTuple):
 
     config: RouterConfig
     database: JobDatabase
+    reader: FormReader
     edits: ImageEdits
     keys: KeyRing
     admission: Admission

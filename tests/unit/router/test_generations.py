@@ -22,7 +22,7 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.request import EditKind
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.lru_cache import LruCache
-from maskserve_router.api.openai.edits import ImageEdits
+from maskserve_router.api.openai.form_reader import FormReader
 from maskserve_router.api.openai.picture_urls import PATH, PictureUrls
 from maskserve_router.config import OpenAIConfig
 from maskserve_router.keys import KeyRing
@@ -243,13 +243,13 @@ async def test_alpha_is_decoded_off_the_loop(
 ) -> None:
     """A small file can have many pixels."""
     threads: list[threading.Thread] = []
-    is_transparent = ImageEdits._is_transparent
+    is_transparent = FormReader._is_transparent
 
-    def watched(self: ImageEdits, image: bytes) -> bool:
+    def watched(self: FormReader, image: bytes) -> bool:
         threads.append(threading.current_thread())
         return is_transparent(self, image)
 
-    monkeypatch.setattr(ImageEdits, "_is_transparent", watched)
+    monkeypatch.setattr(FormReader, "_is_transparent", watched)
     async with serving(ALL) as (session, _):
         await session.edit(picture())
     assert len(threads) == 1

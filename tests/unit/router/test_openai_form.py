@@ -18,8 +18,8 @@ from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.servers.failure import Failure
 from maskserve_router.api.openai.answers import error_body
-from maskserve_router.api.openai.edits import _margins
 from maskserve_router.api.openai.form import EditForm, read_form
+from maskserve_router.api.openai.form_reader import _margins
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.config import AdmissionBounds, ImageHosts
 from maskserve_router.fair_share import FairShare

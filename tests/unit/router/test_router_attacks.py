@@ -33,7 +33,7 @@ from maskserve_common.logs import Repeats
 from maskserve_router.api import front, http_inference
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.kserve_http import generate_request, infer_request
-from maskserve_router.api.openai import edits
+from maskserve_router.api.openai import form_pictures, form_reader
 from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.config import AdmissionBounds, Http
 from maskserve_router.fair_share import FairShare
@@ -114,8 +114,8 @@ async def test_a_message_that_was_refused_is_kept_by_nobody(
     monkeypatch.setattr(front, "parse_request", parse)
     monkeypatch.setattr(http_inference, "_checked_infer", parse)
     form = EditForm(Fields(prompt="a"), b"i", b"m", {})
-    monkeypatch.setattr(edits, "read_form", AsyncMock(return_value=form))
-    monkeypatch.setattr(edits.ImageEdits, "_checked", parse)
+    monkeypatch.setattr(form_reader, "read_form", AsyncMock(return_value=form))
+    monkeypatch.setattr(form_reader.FormReader, "_checked", parse)
     message = edit_request(bytes(size), b"")
     path = {"http": "/v2/models/edit/infer", "openai": "/v1/images/edits"}
     async with (
@@ -740,16 +740,15 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
         assert len([chunk async for chunk in generated._answers(message, context, room)]) == 1
         assert threads.pop("generate_response") is not threading.current_thread()
     for name in ("_edit_message", "_picture_of"):
-        watch(edits, name)
+        watch(form_pictures, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
-    handlers = edits.ImageEdits(
-        none, LimitsConfig(), any_front, FairShare(1), none, none, none, none, {}
-    )
-    pictures = handlers._pictures(edits.FormCall(form, context, "r"))
+    call = form_pictures.FormCall(form, context, "r")
+    maker = form_pictures.FormPictures(any_front, FairShare(1), {})
+    pictures = maker.make(call)
     assert [len(picture) async for picture, _ in pictures] == [MIB]
     assert threads.pop("_picture_of") is not threading.current_thread()
     room = any_front.room(holder("a"))
-    events = handlers._events(message, context, room)
+    events = await maker.stream(call, {}, room)
     assert [len(picture) async for picture, _ in events] == [MIB]
     assert sorted(threads) == ["_edit_message", "_picture_of"]
     assert threading.current_thread() not in threads.values()

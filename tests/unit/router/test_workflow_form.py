@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.api.openai.edits import _picture_of
 from maskserve_router.api.openai.form import EditForm, Fields, convert
+from maskserve_router.api.openai.form_pictures import _picture_of
 from maskserve_router.api.openai.workflow_form import WorkflowForm
 from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_workflows.definition import Workflow

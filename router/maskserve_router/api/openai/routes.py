@@ -15,14 +15,12 @@ _ONE = "/v1/templates/{template_id}"
 def openai_routes(
     edits: ImageEdits, templates: TemplateRoutes, picture_urls: PictureUrls
 ) -> list[Route]:
-    """Return the routes of edits, generations, variations, kept pictures, models and templates."""
+    """Return the routes of edits, generations, variations, kept pictures and templates."""
     return [
         Route("/v1/images/edits", error_boundary(edits.edit), methods=["POST"]),
         Route("/v1/images/generations", error_boundary(edits.generate), methods=["POST"]),
         Route("/v1/images/variations", error_boundary(edits.vary), methods=["POST"]),
         picture_urls.route(),
-        Route("/v1/models", error_boundary(edits.models), methods=["GET"]),
-        Route("/v1/models/{model:path}", error_boundary(edits.model), methods=["GET"]),
         Route("/v1/templates", error_boundary(templates.all), methods=["GET"]),
         Route("/v1/templates", error_boundary(templates.register), methods=["POST"]),
         Route(_ONE, error_boundary(templates.one), methods=["GET"]),
