@@ -1232,8 +1232,8 @@ MUTATIONS = (
     Mutation(
         "a lost router ends its job",
         "router/maskserve_router/jobs/store.py",
-        "    return and_(_JOBS.c.id == name, _JOBS.c.fence == fence)",
-        "    return and_(_JOBS.c.id == name)",
+        "    return and_(JOBS.c.id == name, JOBS.c.fence == fence)",
+        "    return and_(JOBS.c.id == name)",
         f"{_UNIT}/router/test_job_store.py::test_a_late_writer_fails_on_the_fence",
     ),
     Mutation(

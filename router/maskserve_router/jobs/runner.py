@@ -34,7 +34,8 @@ from maskserve_router.fair_share import FairShare
 from maskserve_router.jobs.database import JobDatabase, error_text
 from maskserve_router.jobs.owners import Owners
 from maskserve_router.jobs.pauses import Pauses
-from maskserve_router.jobs.store import RUN, TELL, JobRecord, JobStore, Lease, Stray, WaitingKey
+from maskserve_router.jobs.store import JobRecord, JobStore, Lease, Stray, WaitingKey
+from maskserve_router.jobs.tables import RUN, TELL
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.keys import KeyRing
 from maskserve_router.messages.failures import guarded, retry_after

@@ -6,7 +6,7 @@ unchanged, so a job has exactly one end, even if it began several times. A route
 (`beat`) while it lives. Other routers free the jobs of a router whose heartbeat stops, by their own
 clocks. Clocks of different hosts are never compared, and no router judges itself.
 
-History costs nothing: totals are counted as they change (`_COUNTS`), each other statement finds its
+History costs nothing: totals are counted as they change (`COUNTS`), each other statement finds its
 rows by an index, and reads take no lock.
 """
 
@@ -23,22 +23,10 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
     ColumnElement,
     Connection,
-    Double,
     Engine,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
     RowMapping,
-    String,
-    Table,
-    Text,
-    UniqueConstraint,
     and_,
     create_engine,
     delete,
@@ -53,14 +41,25 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
 
 from maskserve_common.config import ConfigError
+from maskserve_router.jobs.disk_reserve import DiskReserve
+from maskserve_router.jobs.tables import (
+    CONTENTS,
+    COUNTS,
+    JOBS,
+    METADATA,
+    NOTHING,
+    OWNERS,
+    RUN,
+    TELL,
+    USAGE,
+    Counts,
+)
 from maskserve_router.key_holder import Daily
 from maskserve_router.messages.job_states import FAILED, QUEUED, RUNNING
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _OPEN: Final = (QUEUED, RUNNING)
-RUN, TELL, NOTHING = "run", "tell", ""
-"""Values of a job's column `waits`."""
 _FORM, _RESULT = "form", "result"
 _BUSY_S: Final = 30
 """Seconds that a process waits for another one's lock on the file."""
@@ -69,89 +68,9 @@ _SILENT_MS: Final = 10_000
 """Milliseconds without a sign of the database's host after which a statement fails."""
 _BATCH: Final = 200
 """Rows that are deleted in one transaction, so that other transactions run in between."""
-_RESERVE: Final = 8 * 2**20
 _WEBHOOK_S: Final = 3600.0
 """Seconds that a job stays longer while its webhook has not been called."""
-"""Jobs of a page."""
 _MOST_PORT: Final = 65_535
-
-_META = MetaData()
-# A change of a table raises the number: a newer router leaves an older one's jobs alone.
-_JOBS = Table(
-    "maskserve_jobs_2",
-    _META,
-    Column("id", String(32), primary_key=True),
-    Column("scope", String(32), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("waits", String(8), nullable=False),
-    Column("created", Double, nullable=False),
-    Column("not_before", Double, nullable=False),
-    Column("started", Double),
-    Column("ended", Double),
-    Column("expires", Double),
-    Column("gone", Double),
-    Column("owner", String(64), nullable=False, default=""),
-    Column("fence", Integer, nullable=False, default=0),
-    Column("runs", Integer, nullable=False, default=0),
-    Column("tries", Integer, nullable=False, default=0),
-    Column("bytes", BigInteger, nullable=False),
-    Column("progress", Text, nullable=False, default="null"),
-    Column("error", Text, nullable=False, default="null"),
-    Column("webhook", Text),
-    Column("told", Boolean),
-    Column("idempotency", String(255)),
-    Column("digest", LargeBinary(32), nullable=False),
-    UniqueConstraint("scope", "idempotency"),
-    Index("maskserve_jobs_2_next", "waits", "scope", "not_before"),
-    Index("maskserve_jobs_2_late", "waits", "created"),
-    Index("maskserve_jobs_2_listed", "scope", "created", "id"),
-    Index("maskserve_jobs_2_ended", "scope", "ended"),
-    Index("maskserve_jobs_2_gone", "gone"),
-    Index("maskserve_jobs_2_owner", "owner", "id"),
-)
-_CONTENTS = Table(  # a separate table: SQLite rewrites a whole row for each change
-    "maskserve_job_contents_2",
-    _META,
-    Column("job", String(32), primary_key=True),
-    Column("kind", String(8), primary_key=True),
-    Column("content", LargeBinary, nullable=False),
-)
-_USAGE = Table(
-    "maskserve_job_usage_2",
-    _META,
-    Column("scope", String(32), primary_key=True),
-    Column("day", Integer, primary_key=True),
-    *(Column(name, Double, nullable=False, default=0) for name in Daily._fields),
-)
-_OWNERS = Table(
-    "maskserve_job_owners_2",
-    _META,
-    Column("owner", String(64), primary_key=True),
-    Column("beat", BigInteger, nullable=False),
-)
-
-
-class Counts(NamedTuple):
-    """Totals of the jobs of one key or of all keys."""
-
-    run: int = 0
-    """Jobs that wait to be run."""
-    tell: int = 0
-    """Jobs whose webhook waits to be called."""
-    open: int = 0
-    """Jobs that have not ended."""
-    ended: int = 0
-    form_bytes: int = 0
-    """Bytes of the open jobs' requests."""
-    result_bytes: int = 0
-
-
-_COUNTS = Table(
-    "maskserve_job_counts_2",
-    _META,
-    Column("scope", String(32), primary_key=True),
-    *(Column(name, BigInteger, nullable=False, default=0) for name in Counts._fields),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +179,7 @@ def open_store(place: str) -> JobStore:
         raise ConfigError(f"[jobs] database: {error}") from None
     if lite:
         _write_ahead(engine)
-    _META.create_all(engine)
+    METADATA.create_all(engine)
     in_file = lite and url.database and url.database != ":memory:"
     return JobStore(engine, lite=lite, reserve=Path(f"{url.database}-reserve") if in_file else None)
 
@@ -306,9 +225,9 @@ class _Changes:
 
     def write(self, db: Connection) -> None:
         for scope, more in sorted(self._of.items()):
-            grown = {name: _COUNTS.c[name] + count for name, count in more.items() if count}
+            grown = {name: COUNTS.c[name] + count for name, count in more.items() if count}
             if grown:
-                db.execute(update(_COUNTS).where(_COUNTS.c.scope == scope).values(**grown))
+                db.execute(update(COUNTS).where(COUNTS.c.scope == scope).values(**grown))
 
 
 def _on_a_full_disk(
@@ -334,15 +253,14 @@ class JobStore:
     Args:
         engine: engine of the database.
         lite: True for SQLite.
-        reserve: file beside SQLite's. Deletion needs room too: this file holds some, and is removed
-            on a full disk.
+        reserve: file of the `DiskReserve` beside SQLite's; None: there is none.
     """
 
     def __init__(self, engine: Engine, *, lite: bool, reserve: Path | None = None) -> None:
-        self._engine, self._lite, self._reserve = engine, lite, reserve
+        self._engine, self._lite, self._reserve = engine, lite, DiskReserve(reserve)
         self._reads = engine.execution_options(reads=True)
         self._deleted = False
-        self._keep_reserve()
+        self._reserve.fill()
 
     def close(self) -> None:
         self._engine.dispose()
@@ -391,10 +309,10 @@ class JobStore:
             try:
                 with self._writing() as (db, changes):
                     self._charge(db, job, work, most)
-                    scope = _COUNTS.c.scope == job.scope
-                    if db.execute(select(_COUNTS.c.scope).where(scope)).first() is None:
-                        db.execute(insert(_COUNTS).values(scope=job.scope))
-                    db.execute(insert(_JOBS).values(**values))
+                    scope = COUNTS.c.scope == job.scope
+                    if db.execute(select(COUNTS.c.scope).where(scope)).first() is None:
+                        db.execute(insert(COUNTS).values(scope=job.scope))
+                    db.execute(insert(JOBS).values(**values))
                     _put(db, job.id, _FORM, form)
                     changes.add(job.scope, run=1, open=1, form_bytes=job.bytes)
                 return job, True
@@ -407,43 +325,43 @@ class JobStore:
         if idempotency is None:
             return None
         with self._reads.connect() as db:
-            named = and_(_JOBS.c.scope == scope, _JOBS.c.idempotency == idempotency)
-            row = db.execute(select(_JOBS).where(named)).mappings().first()
+            named = and_(JOBS.c.scope == scope, JOBS.c.idempotency == idempotency)
+            row = db.execute(select(JOBS).where(named)).mappings().first()
         if row is not None and row["digest"] != digest:
             raise OtherRequest
         return None if row is None else _job(row)
 
     def _charge(self, db: Connection, job: JobRecord, work: Daily, most: Daily) -> None:
         day = int(job.created // 86_400)
-        today = and_(_USAGE.c.scope == job.scope, _USAGE.c.day == day)
-        if db.execute(select(_USAGE.c.day).where(today)).first() is None:
-            db.execute(insert(_USAGE).values(scope=job.scope, day=day))
+        today = and_(USAGE.c.scope == job.scope, USAGE.c.day == day)
+        if db.execute(select(USAGE.c.day).where(today)).first() is None:
+            db.execute(insert(USAGE).values(scope=job.scope, day=day))
         # Of two at a time, the second waits here until the first is committed.
-        grown = {name: _USAGE.c[name] + more for name, more in work._asdict().items()}
-        db.execute(update(_USAGE).where(today).values(**grown))
-        used = db.execute(select(_USAGE).where(today)).mappings().one()
+        grown = {name: USAGE.c[name] + more for name, more in work._asdict().items()}
+        db.execute(update(USAGE).where(today).values(**grown))
+        used = db.execute(select(USAGE).where(today)).mappings().one()
         for name, bound in most._asdict().items():
             if bound and used[name] > bound:
                 raise QuotaReached(name)
 
     def used(self, scope: str, now: float) -> Daily:
         """Return today's usage of a key."""
-        today = and_(_USAGE.c.scope == scope, _USAGE.c.day == int(now // 86_400))
+        today = and_(USAGE.c.scope == scope, USAGE.c.day == int(now // 86_400))
         with self._reads.connect() as db:
-            row = db.execute(select(_USAGE).where(today)).mappings().first()
+            row = db.execute(select(USAGE).where(today)).mappings().first()
         return Daily() if row is None else Daily(*(row[name] for name in Daily._fields))
 
     def counts(self, scope: str) -> tuple[Counts, Counts]:
         """Return the totals of all keys, and of this key."""
-        sums = [func.coalesce(func.sum(_COUNTS.c[name]), 0) for name in Counts._fields]
+        sums = [func.coalesce(func.sum(COUNTS.c[name]), 0) for name in Counts._fields]
         with self._reads.connect() as db:
             everybody = db.execute(select(*sums)).one()
-            of_key = db.execute(select(*sums).where(_COUNTS.c.scope == scope)).one()
+            of_key = db.execute(select(*sums).where(COUNTS.c.scope == scope)).one()
         return Counts(*map(int, everybody)), Counts(*map(int, of_key))
 
     def get(self, name: str) -> JobRecord | None:
         with self._reads.connect() as db:
-            row = db.execute(select(_JOBS).where(_JOBS.c.id == name)).mappings().first()
+            row = db.execute(select(JOBS).where(JOBS.c.id == name)).mappings().first()
         return None if row is None else _job(row)
 
     def listed(self, scope: str, limit: int, after: str | None = None) -> list[JobRecord] | None:
@@ -457,16 +375,16 @@ class JobStore:
         Returns:
             The jobs; None: the key has no job `after`.
         """
-        page = select(_JOBS).where(_JOBS.c.scope == scope)
-        place = tuple_(_JOBS.c.created, _JOBS.c.id)
+        page = select(JOBS).where(JOBS.c.scope == scope)
+        place = tuple_(JOBS.c.created, JOBS.c.id)
         with self._reads.connect() as db:
             if after is not None:
-                last = select(_JOBS.c.created).where(_JOBS.c.scope == scope, _JOBS.c.id == after)
+                last = select(JOBS.c.created).where(JOBS.c.scope == scope, JOBS.c.id == after)
                 created = db.execute(last).scalar()
                 if created is None:
                     return None
                 page = page.where(place < tuple_(created, after))
-            page = page.order_by(_JOBS.c.created.desc(), _JOBS.c.id.desc()).limit(limit)
+            page = page.order_by(JOBS.c.created.desc(), JOBS.c.id.desc()).limit(limit)
             return [_job(row) for row in db.execute(page).mappings()]
 
     def form(self, name: str) -> bytes | None:
@@ -477,16 +395,16 @@ class JobStore:
         return self._content(name, _RESULT)
 
     def _content(self, name: str, kind: str) -> bytes | None:
-        place = and_(_CONTENTS.c.job == name, _CONTENTS.c.kind == kind)
+        place = and_(CONTENTS.c.job == name, CONTENTS.c.kind == kind)
         with self._reads.connect() as db:
-            content = db.execute(select(_CONTENTS.c.content).where(place)).scalar()
+            content = db.execute(select(CONTENTS.c.content).where(place)).scalar()
         return None if content is None else bytes(content)
 
     @_on_a_full_disk
     def remove(self, name: str) -> None:
         """Delete a job."""
         with self._writing() as (db, changes):
-            self._forget(db, changes, _locked(db, _JOBS.c.id == name))
+            self._forget(db, changes, _locked(db, JOBS.c.id == name))
 
     # Calls of routers.
 
@@ -497,13 +415,13 @@ class JobStore:
             kind: RUN or TELL.
             now: seconds since the epoch.
         """
-        place = and_(_JOBS.c.waits == kind, _JOBS.c.scope == _COUNTS.c.scope)
-        first = select(func.min(_JOBS.c.not_before)).where(place).scalar_subquery()
-        keys = select(_COUNTS.c.scope, _COUNTS.c.result_bytes, first.label("first"))
+        place = and_(JOBS.c.waits == kind, JOBS.c.scope == COUNTS.c.scope)
+        first = select(func.min(JOBS.c.not_before)).where(place).scalar_subquery()
+        keys = select(COUNTS.c.scope, COUNTS.c.result_bytes, first.label("first"))
         with self._reads.connect() as db:
-            rows = db.execute(keys.where(_COUNTS.c[kind] > 0)).all()
+            rows = db.execute(keys.where(COUNTS.c[kind] > 0)).all()
             result_bytes = db.execute(
-                select(func.coalesce(func.sum(_COUNTS.c.result_bytes), 0))
+                select(func.coalesce(func.sum(COUNTS.c.result_bytes), 0))
             ).scalar()
         due_rows = sorted((row for row in rows if row[2] is not None and row[2] <= now), key=_first)
         return [WaitingKey(row[0], int(row[1])) for row in due_rows], int(result_bytes or 0)
@@ -520,21 +438,21 @@ class JobStore:
         Returns:
             The job; None: none is left, or the owner is considered lost.
         """
-        place = and_(_JOBS.c.waits == kind, _JOBS.c.scope == scope, _JOBS.c.not_before <= now)
+        place = and_(JOBS.c.waits == kind, JOBS.c.scope == scope, JOBS.c.not_before <= now)
         with self._writing() as (db, changes):
             if not _beat(db, owner):
                 return None
-            rows = _locked(db, place, _JOBS.c.not_before, limit=1)
+            rows = _locked(db, place, JOBS.c.not_before, limit=1)
             if not rows:
                 return None
-            job = _JOBS.c.id == rows[0]["id"]
-            values: dict[str, Any] = {"owner": owner, "waits": NOTHING, "fence": _JOBS.c.fence + 1}
+            job = JOBS.c.id == rows[0]["id"]
+            values: dict[str, Any] = {"owner": owner, "waits": NOTHING, "fence": JOBS.c.fence + 1}
             if kind == RUN:
-                started = func.coalesce(_JOBS.c.started, now)
-                values |= {"state": RUNNING, "runs": _JOBS.c.runs + 1, "started": started}
-            db.execute(update(_JOBS).where(job).values(**values))
+                started = func.coalesce(JOBS.c.started, now)
+                values |= {"state": RUNNING, "runs": JOBS.c.runs + 1, "started": started}
+            db.execute(update(JOBS).where(job).values(**values))
             changes.waits(scope, kind, NOTHING)
-            return _job(db.execute(select(_JOBS).where(job)).mappings().one())
+            return _job(db.execute(select(JOBS).where(job)).mappings().one())
 
     @_on_a_full_disk
     def beat(
@@ -553,15 +471,15 @@ class JobStore:
         """
         with self._writing() as (db, changes):
             if not _beat(db, owner):
-                db.execute(insert(_OWNERS).values(owner=owner, beat=0))
+                db.execute(insert(OWNERS).values(owner=owner, beat=0))
                 for name, holding in sorted(leases.items()):
                     _renew(db, changes, owner, name, holding)
             for name, holding in sorted(leases.items()):
                 if holding.progress is not None:
                     values = {"progress": msgspec.json.encode(holding.progress).decode()}
                     fenced_job = _fenced(name, holding.fence)
-                    db.execute(update(_JOBS).where(fenced_job).values(**values))
-            owned_jobs = select(_JOBS.c.id, _JOBS.c.fence).where(_JOBS.c.owner == owner)
+                    db.execute(update(JOBS).where(fenced_job).values(**values))
+            owned_jobs = select(JOBS.c.id, JOBS.c.fence).where(JOBS.c.owner == owner)
             fences: dict[str, int] = {row[0]: row[1] for row in db.execute(owned_jobs)}
         confirmed_names = frozenset(
             n for n, holding in leases.items() if fences.get(n) == holding.fence
@@ -574,7 +492,7 @@ class JobStore:
     def beats(self) -> dict[str, int]:
         """Return the last heartbeat of each owner."""
         with self._reads.connect() as db:
-            return {row[0]: int(row[1]) for row in db.execute(select(_OWNERS))}
+            return {row[0]: int(row[1]) for row in db.execute(select(OWNERS))}
 
     @_on_a_full_disk
     def free(self, owner: str, beat: int | None = None) -> None:
@@ -584,19 +502,19 @@ class JobStore:
             owner: the router.
             beat: its last heartbeat; a later one means that it is not lost. None: it stops.
         """
-        owner_clause = _OWNERS.c.owner == owner
+        owner_clause = OWNERS.c.owner == owner
         if beat is not None:
-            owner_clause = and_(owner_clause, _OWNERS.c.beat == beat)
+            owner_clause = and_(owner_clause, OWNERS.c.beat == beat)
         with self._writing() as (db, changes):
-            if not db.execute(delete(_OWNERS).where(owner_clause)).rowcount and beat is not None:
+            if not db.execute(delete(OWNERS).where(owner_clause)).rowcount and beat is not None:
                 return
-            _let_go(db, changes, _locked(db, _JOBS.c.owner == owner))
+            _let_go(db, changes, _locked(db, JOBS.c.owner == owner))
 
     @_on_a_full_disk
     def let_go(self, stray: Stray) -> None:
         """Let a job wait again that its owner does not know of."""
         with self._writing() as (db, changes):
-            rows = _locked(db, and_(_fenced(*stray), _JOBS.c.waits == NOTHING))
+            rows = _locked(db, and_(_fenced(*stray), JOBS.c.waits == NOTHING))
             _let_go(db, changes, [row for row in rows if row["owner"]])
 
     @_on_a_full_disk
@@ -610,12 +528,12 @@ class JobStore:
             failed: True if it began and the server failed it; False if it did not begin.
         """
         back: dict[str, Any] = {"state": QUEUED, "owner": "", "waits": RUN}
-        back |= {"not_before": not_before, "runs": _JOBS.c.runs - 1}
-        back["fence"] = _JOBS.c.fence + 1  # the previous owner's writes no longer count
-        back |= {"tries": _JOBS.c.tries + 1} if failed else {"started": None}
+        back |= {"not_before": not_before, "runs": JOBS.c.runs - 1}
+        back["fence"] = JOBS.c.fence + 1  # the previous owner's writes no longer count
+        back |= {"tries": JOBS.c.tries + 1} if failed else {"started": None}
         with self._writing() as (db, changes):
-            for row in _locked(db, and_(_fenced(name, fence), _JOBS.c.state == RUNNING)):
-                db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**back))
+            for row in _locked(db, and_(_fenced(name, fence), JOBS.c.state == RUNNING)):
+                db.execute(update(JOBS).where(JOBS.c.id == name).values(**back))
                 changes.waits(row["scope"], row["waits"], RUN)
 
     @_on_a_full_disk
@@ -646,7 +564,7 @@ class JobStore:
             error: error object in OpenAI's form.
             progress: final progress; None: as last stored.
         """
-        job = and_(_JOBS.c.id == name, _JOBS.c.state.in_(_OPEN))
+        job = and_(JOBS.c.id == name, JOBS.c.state.in_(_OPEN))
         if fence is not None:
             job = and_(job, _fenced(name, fence))
         with self._writing() as (db, changes):
@@ -654,26 +572,26 @@ class JobStore:
             if not rows:
                 return False
             scope = rows[0]["scope"]
-            ended = select(_COUNTS.c.ended).where(_COUNTS.c.scope == scope)
+            ended = select(COUNTS.c.ended).where(COUNTS.c.scope == scope)
             beyond = int(db.execute(ended).scalar() or 0) + 1 - most
             if beyond > 0:
-                old = and_(_JOBS.c.scope == scope, _JOBS.c.ended.is_not(None))
-                oldest = _locked(db, old, _JOBS.c.ended, limit=min(beyond, _BATCH))
+                old = and_(JOBS.c.scope == scope, JOBS.c.ended.is_not(None))
+                oldest = _locked(db, old, JOBS.c.ended, limit=min(beyond, _BATCH))
                 self._forget(db, changes, oldest)
             self._end(db, changes, rows[0], state, now, keep_s, len(result), error)
             if result:
                 _put(db, name, _RESULT, result)
             if progress is not None:
                 values = {"progress": msgspec.json.encode(progress).decode()}
-                db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**values))
+                db.execute(update(JOBS).where(JOBS.c.id == name).values(**values))
         return True
 
     @_on_a_full_disk
     def webhook_ended(self, name: str, fence: int, *, delivered: bool) -> None:
         """Store whether the webhook's host accepted the call."""
-        values = {"told": delivered, "owner": "", "gone": _JOBS.c.expires}
+        values = {"told": delivered, "owner": "", "gone": JOBS.c.expires}
         with self._writing() as (db, _):
-            db.execute(update(_JOBS).where(_fenced(name, fence)).values(**values))
+            db.execute(update(JOBS).where(_fenced(name, fence)).values(**values))
 
     # Deletion.
 
@@ -689,15 +607,15 @@ class JobStore:
             wait_s: most seconds that a job may wait.
             error: error object of a job that waited too long.
         """
-        over = _JOBS.c.gone < now
-        late = and_(_JOBS.c.waits == RUN, _JOBS.c.created < now - wait_s, _JOBS.c.started.is_(None))
+        over = JOBS.c.gone < now
+        late = and_(JOBS.c.waits == RUN, JOBS.c.created < now - wait_s, JOBS.c.started.is_(None))
         with self._writing() as (db, changes):
-            expired_rows = _locked(db, over, _JOBS.c.gone, limit=_BATCH)
+            expired_rows = _locked(db, over, JOBS.c.gone, limit=_BATCH)
             self._forget(db, changes, expired_rows)
-            waited = _locked(db, late, _JOBS.c.created, limit=_BATCH)
+            waited = _locked(db, late, JOBS.c.created, limit=_BATCH)
             for row in waited:
                 self._end(db, changes, row, FAILED, now, keep_s, 0, error)
-            db.execute(delete(_USAGE).where(_USAGE.c.day < int(now // 86_400) - 1))
+            db.execute(delete(USAGE).where(USAGE.c.day < int(now // 86_400) - 1))
         return _BATCH in (len(expired_rows), len(waited))
 
     def tidy(self) -> None:
@@ -705,24 +623,14 @@ class JobStore:
         if self._lite and self._deleted:
             self._deleted = False
             self._write_back()
-        self._keep_reserve()
+        self._reserve.fill()
 
     def use_reserve(self) -> bool:
-        """Remove the reserve file. Return False: there is none."""
-        if self._reserve is None or not self._reserve.exists():
+        """Remove the reserve. Return False: there is none."""
+        if not self._reserve.remove():
             return False
-        self._reserve.unlink(missing_ok=True)
         self._write_back()
         return True
-
-    def _keep_reserve(self) -> None:
-        if self._reserve is None or self._reserve.exists():
-            return
-        try:
-            with os.fdopen(os.open(self._reserve, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, _RESERVE)
-        except OSError:
-            self._reserve.unlink(missing_ok=True)
 
     def _write_back(self) -> None:
         """Write SQLite's log into its file and empty the log."""
@@ -752,7 +660,7 @@ class JobStore:
             "not_before": now,
             "owner": "",
         }
-        db.execute(update(_JOBS).where(_JOBS.c.id == row["id"]).values(**values))
+        db.execute(update(JOBS).where(JOBS.c.id == row["id"]).values(**values))
         self._delete_contents(db, [row["id"]])
         scope = row["scope"]
         changes.waits(scope, row["waits"], waits)
@@ -762,7 +670,7 @@ class JobStore:
         names = [row["id"] for row in rows]
         self._delete_contents(db, names)
         if names:
-            db.execute(delete(_JOBS).where(_JOBS.c.id.in_(names)))
+            db.execute(delete(JOBS).where(JOBS.c.id.in_(names)))
         for row in rows:
             changes.waits(row["scope"], row["waits"], NOTHING)
             if row["state"] in _OPEN:
@@ -772,7 +680,7 @@ class JobStore:
 
     def _delete_contents(self, db: Connection, names: Sequence[str]) -> None:
         if names:
-            db.execute(delete(_CONTENTS).where(_CONTENTS.c.job.in_(names)))
+            db.execute(delete(CONTENTS).where(CONTENTS.c.job.in_(names)))
             self._deleted = True
 
 
@@ -787,9 +695,9 @@ def _locked(
     With an order, rows that another transaction has locked are skipped, and the following rows are
     taken.
     """
-    rows = select(_JOBS).where(where)
+    rows = select(JOBS).where(where)
     if order is None:
-        rows = rows.order_by(_JOBS.c.id).with_for_update()
+        rows = rows.order_by(JOBS.c.id).with_for_update()
     else:
         rows = rows.order_by(order).limit(limit).with_for_update(skip_locked=True)
     return db.execute(rows).mappings().all()
@@ -797,22 +705,22 @@ def _locked(
 
 def _fenced(name: str, fence: int) -> ColumnElement[bool]:
     """Match a job that nobody has taken since it had this number."""
-    return and_(_JOBS.c.id == name, _JOBS.c.fence == fence)
+    return and_(JOBS.c.id == name, JOBS.c.fence == fence)
 
 
 def _beat(db: Connection, owner: str) -> bool:
     """Count the owner's heartbeat. Return False: the owner is unknown."""
-    statement = update(_OWNERS).where(_OWNERS.c.owner == owner)
-    return bool(db.execute(statement.values(beat=_OWNERS.c.beat + 1)).rowcount)
+    statement = update(OWNERS).where(OWNERS.c.owner == owner)
+    return bool(db.execute(statement.values(beat=OWNERS.c.beat + 1)).rowcount)
 
 
 def _renew(db: Connection, changes: _Changes, owner: str, name: str, lease: Lease) -> None:
-    free = and_(_fenced(name, lease.fence), _JOBS.c.waits == lease.waited)
+    free = and_(_fenced(name, lease.fence), JOBS.c.waits == lease.waited)
     for row in _locked(db, free):
         values = {"owner": owner, "waits": NOTHING}
         if lease.waited == RUN:
             values["state"] = RUNNING
-        db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**values))
+        db.execute(update(JOBS).where(JOBS.c.id == name).values(**values))
         changes.waits(row["scope"], row["waits"], NOTHING)
 
 
@@ -822,12 +730,12 @@ def _let_go(db: Connection, changes: _Changes, rows: Sequence[RowMapping]) -> No
         back = {"owner": "", "waits": RUN if is_open else TELL}
         if is_open:
             back["state"] = QUEUED
-        db.execute(update(_JOBS).where(_JOBS.c.id == row["id"]).values(**back))
+        db.execute(update(JOBS).where(JOBS.c.id == row["id"]).values(**back))
         changes.waits(row["scope"], row["waits"], back["waits"])
 
 
 def _put(db: Connection, job: str, kind: str, content: bytes) -> None:
-    db.execute(insert(_CONTENTS).values(job=job, kind=kind, content=content))
+    db.execute(insert(CONTENTS).values(job=job, kind=kind, content=content))
 
 
 def _first(row: Any) -> Any:

@@ -17,12 +17,6 @@ from sqlalchemy.exc import OperationalError
 
 from maskserve_common.config import ConfigError
 from maskserve_router.jobs.store import (
-    _CONTENTS,
-    _COUNTS,
-    _JOBS,
-    RUN,
-    TELL,
-    Counts,
     JobRecord,
     JobStore,
     Lease,
@@ -30,6 +24,7 @@ from maskserve_router.jobs.store import (
     QuotaReached,
     open_store,
 )
+from maskserve_router.jobs.tables import CONTENTS, COUNTS, JOBS, RUN, TELL, Counts
 from maskserve_router.key_holder import Daily
 from maskserve_router.messages.job_states import CANCELLED, FAILED, QUEUED, RUNNING, SUCCEEDED
 from tests.support.draws import fresh_random
@@ -96,10 +91,10 @@ def end(store: JobStore, name: str, fence: int | None, **more: Any) -> bool:
 def check_counts(store: JobStore) -> None:
     """Check the counts of the store against all its rows."""
     with store._reads.connect() as db:
-        rows = db.execute(select(_JOBS)).mappings().all()
-        sums = select(_CONTENTS.c.job, func.sum(func.length(_CONTENTS.c.content)))
-        sizes = {row[0]: row[1] for row in db.execute(sums.group_by(_CONTENTS.c.job))}
-        counted = {row["scope"]: row for row in db.execute(select(_COUNTS)).mappings()}
+        rows = db.execute(select(JOBS)).mappings().all()
+        sums = select(CONTENTS.c.job, func.sum(func.length(CONTENTS.c.content)))
+        sizes = {row[0]: row[1] for row in db.execute(sums.group_by(CONTENTS.c.job))}
+        counted = {row["scope"]: row for row in db.execute(select(COUNTS)).mappings()}
     for scope in counted:
         scope_rows = [row for row in rows if row["scope"] == scope]
         unended = [row for row in scope_rows if row["state"] in (QUEUED, RUNNING)]
