@@ -171,8 +171,7 @@ def test_equal_prompts_of_different_lengths_never_share(make: Make, tiny_fill: P
     short = config_of(tiny_fill, model={"max_sequence_length": 16})
     long = config_of(tiny_fill, model={"max_sequence_length": 32})
     one, other = (make(load_encoder(config), config) for config in (short, long))
-    assert one._key("a red star") != other._key("a red star")
-    other._prompts = one._prompts  # as if one process kept those of both
+    other.prompts._cache = one.prompts._cache  # as if one process kept those of both
     case = random_case(fresh_rng())
     for edit_encoder, length in ((one, 16), (other, 32), (one, 16)):
         actual, _ = edit_encoder.encode(edit_of(case, "a red star"), case.pixels, case.mask)
