@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import Overloaded
 from maskserve_common.files.values import Values
 from maskserve_common.imaging.masks import component_boxes
-from maskserve_common.lru_cache import LruCache
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.encoder import Encoder, TextEncoder
@@ -588,20 +587,23 @@ def test_a_run_encodes_a_picture_once_for_all_workers_of_a_host(
         monkeypatch.setattr(encoder, name, counted)
     values = Values(ValuesConfig(str(tmp_path / "values")))
     values.begin("", "run")
-    workers = [
-        EditEncoder(
-            encoder,
-            structs.replace(config, runtime_dir=str(tmp_path / str(number))),
-            run_encodings=RunEncodings(values, lambda: "of these stages"),
-        )
-        for number in range(6)
-    ]
+
+    def new_workers() -> list[EditEncoder]:
+        return [
+            EditEncoder(
+                encoder,
+                structs.replace(config, runtime_dir=str(tmp_path / str(number))),
+                run_encodings=RunEncodings(values, lambda: "of these stages"),
+            )
+            for number in range(6)
+        ]
+
     case = random_case(rng)
     mask = (rng.random(case.pixels.shape[:2]) < 0.5).astype(np.uint8) * 255
     texts = [WORDS[0]] * 5 if same_prompt else [f"{WORDS[0]} {number}" for number in range(5)]
     edits = [edit_of(replace(case, prompt=text)) for text in texts]
 
-    def variants(run: str) -> list[Encoded]:
+    def variants(workers: Sequence[EditEncoder], run: str) -> list[Encoded]:
         inputs = [EncoderInput(edit, case.pixels, mask, None, run) for edit in edits]
         encoded = []
         for worker, edit_input in zip(workers[1:], inputs, strict=True):
@@ -610,18 +612,16 @@ def test_a_run_encodes_a_picture_once_for_all_workers_of_a_host(
             encoded.append(result[0])
         return encoded
 
-    alone = variants("")
+    alone = variants(new_workers(), "")
     assert calls == {"template": 5, "encode_prompt": 5}, "without the plan each worker encodes"
-    for worker in workers:
-        worker._templates.drop(edits[0].pixels_id)
-        worker._prompts = LruCache(2**28, lambda arrays: 1)
+    workers = new_workers()
     calls.clear()
     maker = edit_of(replace(case, prompt=WORDS[0] if same_prompt else ""))
     [result] = workers[0].encode_all(
         [EncoderInput(maker, case.pixels, mask, None, "run", makes=True)]
     )
     assert not isinstance(result, Exception)
-    shared = variants("run")
+    shared = variants(workers, "run")
     assert calls == {"template": 1, "encode_prompt": 1 if same_prompt else 6}
     for actual, expected in zip(shared, alone, strict=True):
         same(actual, expected)
