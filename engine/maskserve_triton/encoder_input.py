@@ -1,4 +1,4 @@
-"""What the encoder is given for one edit."""
+"""The input of the encoder for one edit."""
 
 from __future__ import annotations
 
