@@ -115,7 +115,7 @@ class FormReader:
             height = width = max(sides, default=1024)
         workflow = self._forms.get(form.fields.model or "")
         edits = [{}] if workflow is None else workflow.edits
-        steps = sum(self._steps({**form.settings, **settings}) for settings in edits)
+        steps = sum(self.steps({**form.settings, **settings}) for settings in edits)
         return form.fields.n * steps * height * width / 1e6
 
     def steps(self, settings: Mapping[str, Any]) -> int:
