@@ -83,7 +83,7 @@ class IpAdapterEncoder:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"[ip_adapters] image_encoder: cannot load {folder}") from error
-        self._model = model.to(self._device).eval().requires_grad_(False)
+        self.model = model.to(self._device).eval().requires_grad_(False)
         self._mean, self._std = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
         self._loaded: LruCache[KnownIpAdapter, IpAdapter] = LruCache(
             config.ip_adapters.device_bytes, lambda adapter: adapter.nbytes
@@ -116,19 +116,19 @@ class IpAdapterEncoder:
         """
         adapter = self._loaded.get(file)
         if adapter is None:
-            adapter = self._load(file)
+            adapter = self.load(file)
             self._loaded.put(file, adapter)
         batch = self._batch_of(picture)
         if self._takes.layout == "xlabs":  # its pipelines lead away from a black picture
             black = self._batch_of(np.zeros_like(picture))
-            embeds, away = (self._model(pictures).image_embeds for pictures in (batch, black))
+            embeds, away = (self.model(pictures).image_embeds for pictures in (batch, black))
         elif adapter.reads_hidden_states:
             embeds, away = (
-                self._model(pictures, output_hidden_states=True).hidden_states[-2]
+                self.model(pictures, output_hidden_states=True).hidden_states[-2]
                 for pictures in (batch, torch.zeros_like(batch))
             )
         else:
-            embeds = self._model(batch).image_embeds
+            embeds = self.model(batch).image_embeds
             away = torch.zeros_like(embeds)
         return _keys_of(adapter, embeds), _keys_of(adapter, away)
 
@@ -137,7 +137,12 @@ class IpAdapterEncoder:
         pixels = (torch.from_numpy(picture.copy()).float() / 255 - self._mean) / self._std
         return pixels.permute(2, 0, 1)[None].to(self._device, self._dtype)
 
-    def _load(self, file: KnownIpAdapter) -> IpAdapter:
+    def load(self, file: KnownIpAdapter) -> IpAdapter:
+        """Load an IP-Adapter to the device.
+
+        Raises:
+            InvalidRequest: the file cannot be read.
+        """
         takes, begin = self._takes, 0
         layout = LAYOUTS[takes.layout]
         layers = torch.empty(

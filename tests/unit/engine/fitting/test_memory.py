@@ -24,6 +24,7 @@ from maskserve_client import commands
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.liveness import sign_in
+from maskserve_engine.adapters.ip_adapter import IpAdapterEncoder
 from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
@@ -53,7 +54,6 @@ from maskserve_studies.kernels.kernel_counts import (
     make_rows,
 )
 from maskserve_studies.kernels.live_bytes import LiveBytes
-from maskserve_triton.encoder import EditEncoder
 from tests.fakes.control_nets import (
     PICTURE_ONLY,
     random_net,
@@ -176,15 +176,14 @@ def test_ip_adapters_are_counted_with_the_encoder(
     sections = {"ip_adapters": {"folder": str(folder), "device_bytes": 2**21}}
     config = config_of(unet, **sections)
     spec = load_spec(str(unet))
-    stage = EditEncoder(load_encoder(config), config)
-    weights = stage._ip_adapters._model.parameters()  # type: ignore[union-attr]
-    image_encoder = sum(weight.nbytes for weight in weights)
+    encoder = IpAdapterEncoder(config, spec)
+    image_encoder = sum(weight.nbytes for weight in encoder.model.parameters())
     assert memory.image_encoder_bytes(config, spec) == image_encoder > 0
     without = table(unet, tmp_path).encoder
     assert table(unet, tmp_path, **sections).encoder - without == image_encoder
     file = build_ip_adapter(folder / "plus.safetensors", spec, "plus")
     known = IpAdapters(config, spec).find(file.stem)
-    loaded = stage._ip_adapters._load(known)  # type: ignore[union-attr]
+    loaded = encoder.load(known)
     assert table(unet, tmp_path, **sections).encoder - without == image_encoder + loaded.nbytes
     assert memory.ip_adapter_bytes(config, spec, "cuda") == 2**21
     other = table(tiny_fill, tmp_path, **sections)  # its model takes none
