@@ -14,6 +14,7 @@ from PIL import Image
 
 from maskserve_common.contracts.request import EditKind
 from maskserve_engine.adapters import ip_adapter
+from maskserve_engine.adapters.ip_adapter import IpAdapterEncoder
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.picture_tokens import picture_keys_of
 from maskserve_engine.families.unet import adapter as unet_adapter
@@ -207,15 +208,13 @@ def test_rows_with_and_without_pictures_do_not_change_each_other(model: Model, k
 def test_a_picture_is_encoded_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = fresh_rng()
     case, picture = edit(rng), picture_of(rng)
-    encoder = model.stage._ip_adapters
-    assert encoder is not None
-    encoded, real = list[str](), encoder.encode
+    encoded, real = list[str](), IpAdapterEncoder.encode
 
-    def encode(file: Any, pixels: Pixels) -> Any:
+    def encode(self: IpAdapterEncoder, file: Any, pixels: Pixels) -> Any:
         encoded.append(file.name)
-        return real(file, pixels)
+        return real(self, file, pixels)
 
-    monkeypatch.setattr(encoder, "encode", encode)
+    monkeypatch.setattr(IpAdapterEncoder, "encode", encode)
     for form in ("plain", "plain", "plus", "plain"):
         model.job(case, picture, form)
     assert encoded == ["plain", "plus"]
