@@ -11,8 +11,6 @@ import hashlib
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import msgspec
 
 from maskserve_common.files.store import FileStore
 from maskserve_engine.checkpoints.request import CheckpointRequest, Description, ModelReport
+from maskserve_serving.engine_process import ask_engine
 from maskserve_serving.errors import ServeError
 from maskserve_serving.file_kind import ENDS, check_denoiser
 
@@ -72,7 +71,7 @@ def describe(file: Path) -> Description:
     Raises:
         ServeError: it is damaged or not served.
     """
-    return _decoded(_run(CheckpointRequest(str(file))), Description)
+    return _decoded(_ask(CheckpointRequest(str(file))), Description)
 
 
 def report_of(request: CheckpointRequest) -> ModelReport:
@@ -81,7 +80,11 @@ def report_of(request: CheckpointRequest) -> ModelReport:
     Raises:
         ServeError: it is damaged or not served.
     """
-    return _decoded(_run(request, _REPORT), ModelReport)
+    return _decoded(_ask(request, _REPORT), ModelReport)
+
+
+def _ask(request: CheckpointRequest, module: str = _FOLDER) -> str:
+    return ask_engine(module, msgspec.json.encode(request))
 
 
 def _decoded(output: str, form: type[T]) -> T:
@@ -131,7 +134,7 @@ def _make(
     try:
         if request.weights:
             report(f"{Path(request.file).name}: converted once, to {folder}")
-        output = _run(msgspec.structs.replace(request, folder=str(aside)))
+        output = _ask(msgspec.structs.replace(request, folder=str(aside)))
         for line in output.splitlines():
             report(line)
         aside.rename(folder)
@@ -162,22 +165,3 @@ def _identity(path: Path) -> Sequence[object]:
 
 def _shards(path: Path) -> int:
     return 2**16 if path.name.endswith(ENDS[1]) else 0
-
-
-def _run(request: CheckpointRequest, module: str = _FOLDER) -> str:
-    """Return the output of the process that reads checkpoints."""
-    with tempfile.NamedTemporaryFile(prefix="maskserve-checkpoint-", suffix=".json") as file:
-        file.write(msgspec.json.encode(request))
-        file.flush()
-        command = [sys.executable, "-m", module, file.name]
-        ended = subprocess.run(command, check=False, capture_output=True)
-    if ended.returncode:
-        raise ServeError(last_sentence(ended.stderr.decode(errors="replace")))
-    return ended.stdout.decode()
-
-
-def last_sentence(stderr: str) -> str:
-    """Return the sentence of a process of ours that failed; libraries print much before it."""
-    last = next(reversed(stderr.strip().splitlines()), "")
-    head = "maskserve serve: "
-    return last.removeprefix(head) if last.startswith(head) else stderr

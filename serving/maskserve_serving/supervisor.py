@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from maskserve_serving.cfg_pair import with_pair
-from maskserve_serving.cpu_split import tried_devices
+from maskserve_serving.cpu_split import fastest_devices
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import (
     WorkerFiles,
@@ -112,7 +112,7 @@ class Supervisor:
         check_packages(router=options.router)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
         if options.devices_per_worker == "auto" and options.workers:
-            options = replace(options, devices_per_worker=tried_devices(options, tables))
+            options = replace(options, devices_per_worker=fastest_devices(options, tables))
         self._specs = specs_of(options, runtime, tables)
         self.workers = [WorkerProcess(spec) for spec in self._specs[: options.workers]]
         first = self._specs[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomllib
 
-from maskserve_serving.cpu_split import tried_devices
+from maskserve_serving.cpu_split import fastest_devices
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 
@@ -36,7 +36,7 @@ def test_what_served_most_is_taken(tmp_path: Path) -> None:
         "cache": {"entry_format": "int4", "disk_dir": "/entries"},
         "adapters": {"store": "/loras"},
     }
-    assert tried_devices(ServeOptions("m", report=messages.append), tables, trial) == 2
+    assert fastest_devices(ServeOptions("m", report=messages.append), tables, trial) == 2
     assert messages == [
         "devices per worker: 2 (rows stepped per second by processes: 1: 90.5, 2: 120.25)"
     ]
@@ -50,7 +50,7 @@ def test_on_gpus_it_is_one(tmp_path: Path) -> None:
     messages: list[str] = []
     trial = Trial('{"processes": 1, "rows_per_s": {}}')
     tables = {"model": {"path": str(tmp_path)}}
-    assert tried_devices(ServeOptions("m", report=messages.append), tables, trial) == 1
+    assert fastest_devices(ServeOptions("m", report=messages.append), tables, trial) == 1
     assert messages == ["devices per worker: 1, as it has GPUs"]
 
 
@@ -59,4 +59,6 @@ def test_on_gpus_it_is_one(tmp_path: Path) -> None:
 )
 def test_a_model_that_cannot_be_tried_is_named(tmp_path: Path, err: str, words: str) -> None:
     with pytest.raises(ServeError, match=f"--devices-per-worker auto: .*{words}"):
-        tried_devices(ServeOptions("m"), {"model": {"path": str(tmp_path)}}, Trial(err=err, code=1))
+        fastest_devices(
+            ServeOptions("m"), {"model": {"path": str(tmp_path)}}, Trial(err=err, code=1)
+        )
