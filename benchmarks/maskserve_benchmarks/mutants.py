@@ -1087,7 +1087,7 @@ MUTATIONS = (
     Mutation(
         "a file takes the node of another one",
         _NODE_FILES,
-        "if (known := self._types.get(name)) is not None and known.file != file:",
+        "if (earlier := self._types.get(name)) is not None and earlier.file != file:",
         "if False:",
         f"{_OF_NODE_FILES}::test_a_bad_file_is_left_out_in_a_sentence",
     ),
@@ -1151,7 +1151,7 @@ MUTATIONS = (
     Mutation(
         "a server with other weights of a model gets calls",
         "router/maskserve_router/nodes/node_pool.py",
-        'if x.revision(model) in ("", known)]',
+        'if x.revision(model) in ("", current)]',
         "]",
         f"{_RUNS}::test_of_servers_with_two_revisions_of_a_model_those_of_the_first_get_calls",
     ),

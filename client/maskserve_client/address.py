@@ -37,9 +37,9 @@ def grpc_address(url: str, context: ssl.SSLContext | None = None) -> str:
         if parts.port is None:  # a proxy in front takes both
             return f"{_bracketed(parts.hostname)}:{443 if parts.scheme == 'https' else 80}"
         return _neighbour(parts.netloc, 1)
-    named = address(url)
-    http = named == url and _speaks_http(named, context)
-    return _neighbour(named, 1) if http else url
+    host_port = address(url)
+    http = host_port == url and _speaks_http(host_port, context)
+    return _neighbour(host_port, 1) if http else url
 
 
 def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
@@ -47,23 +47,23 @@ def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
     url = url or next((candidate for candidate in DEFAULTS if _speaks_http(candidate)), DEFAULTS[0])
     if urlsplit(url).scheme in _SCHEMES:
         return url
-    named = address(url)
-    lower_address = _neighbour(named, -1)
+    host_port = address(url)
+    lower_address = _neighbour(host_port, -1)
     chosen_address = (
         lower_address
-        if not _speaks_http(named, context) and _speaks_http(lower_address, context)
-        else named
+        if not _speaks_http(host_port, context) and _speaks_http(lower_address, context)
+        else host_port
     )
     return f"{'https' if context else 'http'}://{chosen_address}"
 
 
-def _speaks_http(named: str, context: ssl.SSLContext | None = None) -> bool:
+def _speaks_http(host_port: str, context: ssl.SSLContext | None = None) -> bool:
     """Return True if HTTP answers at HOST:PORT."""
-    parts = urlsplit(f"//{named}")
+    parts = urlsplit(f"//{host_port}")
     try:
         host, port = parts.hostname or "", parts.port
     except ValueError:
-        raise _no_address(named) from None
+        raise _no_address(host_port) from None
     connection = (
         http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
         if context is None
@@ -79,13 +79,13 @@ def _speaks_http(named: str, context: ssl.SSLContext | None = None) -> bool:
     return True
 
 
-def _neighbour(named: str, by: int) -> str:
+def _neighbour(host_port: str, by: int) -> str:
     """Return HOST:PORT with the port moved by `by`."""
     try:
-        parts = urlsplit(f"//{named}")
+        parts = urlsplit(f"//{host_port}")
         return f"{_bracketed(parts.hostname or '')}:{(parts.port or 0) + by}"
     except ValueError:
-        raise _no_address(named) from None
+        raise _no_address(host_port) from None
 
 
 def _bracketed(host: str) -> str:

@@ -491,14 +491,14 @@ def _templates(options: argparse.Namespace) -> Iterator[_GrpcTemplates | _HttpTe
 
 def templates_add(options: argparse.Namespace) -> None:
     """Run `maskserve templates add`."""
-    added = {}
+    template_ids = {}
     with _templates(options) as templates:
         for name in options.images:
-            added[name] = templates.add(name, shared=options.shared)
+            template_ids[name] = templates.add(name, shared=options.shared)
             if not options.json:
-                print(f"{added[name]}  {name}")
+                print(f"{template_ids[name]}  {name}")
     if options.json:
-        print(json.dumps(added))
+        print(json.dumps(template_ids))
 
 
 def templates_list(options: argparse.Namespace) -> None:

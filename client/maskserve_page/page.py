@@ -219,8 +219,8 @@ def _form(
         _gallery(gr, editor, session, pictures_on_disk, pictures)
     seed, draw, steps, guidance, *after_size = _further_settings(gr, model)
     kind.change(_words_of, kind, [prompt, run], show_progress="hidden")
-    more = [draw, steps, guidance, size, *after_size]
-    return _Form(kind, editor, prompt, references, run, stop, seed, more)
+    further_inputs = [draw, steps, guidance, size, *after_size]
+    return _Form(kind, editor, prompt, references, run, stop, seed, further_inputs)
 
 
 def _further_settings(gr: Any, model: ServedModel) -> list[Any]:
@@ -429,8 +429,8 @@ def _edits(
     gr.on(triggers, None, None, outcome.status, js=f"() => `{texts.note('sent')}`")
     edit_inputs = [form.editor, form.prompt, request, form.kind, form.references]
     edit_inputs += [outcome.results, form.seed, *form.more]
-    changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
-    edited = gr.on(triggers, edit, edit_inputs, changed, show_progress="hidden")
+    outputs = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
+    edited = gr.on(triggers, edit, edit_inputs, outputs, show_progress="hidden")
     edited.then(lambda: buttons(running=False), None, [form.run, form.stop], show_progress="hidden")
     form.stop.click(session.stop, request, None, show_progress="hidden")
 

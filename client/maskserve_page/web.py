@@ -47,8 +47,8 @@ def serve_page(
     try:
         import gradio  # in the extra `web`
     except ImportError:
-        needed = "pip install -e '.[web]' in the checkout"
-        raise InvalidRequest("web", "Gradio is not installed", needed) from None
+        install_command = "pip install -e '.[web]' in the checkout"
+        raise InvalidRequest("web", "Gradio is not installed", install_command) from None
     import uvicorn
     from fastapi import FastAPI
 

@@ -596,8 +596,8 @@ def sharing_the_device(config: Config, stage: Stage) -> Config:
 def gpus_required(config: Config) -> int:
     """GPUs that one worker of this configuration is to see: as many as its devices count up to."""
     model = config.model
-    named = [model.device]
+    devices = [model.device]
     if not config.stages.service:
-        named += [model.encoder_device, model.decoder_device]
-    counted = 1 + max(int(number) for number in (name.partition(":")[2] or 0 for name in named))
+        devices += [model.encoder_device, model.decoder_device]
+    counted = 1 + max(int(number) for number in (name.partition(":")[2] or 0 for name in devices))
     return max(counted, config.engine.devices)

@@ -152,14 +152,14 @@ class StatusReader:
             return True
         self.close()
         self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        opened = os.fstat(self._file)
+        file_stat = os.fstat(self._file)
         head = os.pread(self._file, _FILE_HEAD.size, 0)
         if len(head) < _FILE_HEAD.size:
             return False
         magic, version, slot_bytes = _FILE_HEAD.unpack(head)
         if magic != _FILE_MAGIC or version != VERSION or not 0 < slot_bytes <= _LARGEST_SLOT:
             return False
-        self._identity, self._slot_bytes = (opened.st_dev, opened.st_ino), slot_bytes
+        self._identity, self._slot_bytes = (file_stat.st_dev, file_stat.st_ino), slot_bytes
         return True
 
     def _newest(self) -> bytes | None:

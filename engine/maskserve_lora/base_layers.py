@@ -440,9 +440,9 @@ def _modern(part: str, module: str) -> str:
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     try:
-        with file.open("rb") as opened:
-            read = reader_of(opened)
-            tensors = read_header(read, os.fstat(opened.fileno()).st_size).tensors
+        with file.open("rb") as handle:
+            read = reader_of(handle)
+            tensors = read_header(read, os.fstat(handle.fileno()).st_size).tensors
             for name, place in tensors.items():
                 layer, _, suffix = name.rpartition(".weight")
                 if not suffix and layer and _TABLES.fullmatch(layer) is None:
@@ -461,8 +461,8 @@ def _gguf_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     Where one published layer concatenates several, all but the last have as many outputs as inputs.
     """
     try:
-        with file.open("rb") as opened:
-            tensors = read_gguf(opened, os.fstat(opened.fileno()).st_size)
+        with file.open("rb") as handle:
+            tensors = read_gguf(handle, os.fstat(handle.fileno()).st_size)
     except BadGguf as error:
         raise OSError(f"{file} {error}") from error
     shapes: dict[str, tuple[int, ...]] = {}

@@ -289,9 +289,9 @@ def header_of_file(path: Path, *, fused: bool = False, **bounds: int) -> LoraHea
         OSError: it cannot be read.
     """
     config = config_of(path)
-    with path.open("rb") as opened:
-        nbytes = os.fstat(opened.fileno()).st_size
-        return read_header(reader_of(opened), nbytes, config=config, fused=fused, **bounds)
+    with path.open("rb") as handle:
+        nbytes = os.fstat(handle.fileno()).st_size
+        return read_header(reader_of(handle), nbytes, config=config, fused=fused, **bounds)
 
 
 def config_of(path: Path) -> bytes:
@@ -304,8 +304,8 @@ def config_of(path: Path) -> bytes:
     config_path = path.with_name(CONFIG_FILE)
     if path.name != PEFT_FILE or not config_path.is_file():
         return b""
-    with config_path.open("rb") as opened:
-        config = opened.read(MAX_CONFIG_BYTES + 1)
+    with config_path.open("rb") as handle:
+        config = handle.read(MAX_CONFIG_BYTES + 1)
     if len(config) > MAX_CONFIG_BYTES:
         raise BadAdapter(f"has an {CONFIG_FILE} of more than {MAX_CONFIG_BYTES} bytes")
     return config

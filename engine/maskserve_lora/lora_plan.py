@@ -207,16 +207,16 @@ def _dropped(name: str, reason: str) -> bool:
     return reason != "biases" and (reason != "differences of weights" or "norm" in name)
 
 
-def _refuse(unknown: Mapping[str, list[str]], left: Mapping[str, list[str]]) -> None:
+def _refuse(unknown: Mapping[str, list[str]], unmatched: Mapping[str, list[str]]) -> None:
     for part, [name, *_] in unknown.items():
         raise BadAdapter(
             f"is for another model: the served one's {part} has no layer {short(name)}"
         )
-    raise BadAdapter(f"changes nothing that is served: it {'; '.join(_notes(left))}")
+    raise BadAdapter(f"changes nothing that is served: it {'; '.join(_notes(unmatched))}")
 
 
-def _notes(left: Mapping[str, list[str]]) -> Iterator[str]:
-    for reason, [name, *other_names] in left.items():
+def _notes(unmatched: Mapping[str, list[str]]) -> Iterator[str]:
+    for reason, [name, *other_names] in unmatched.items():
         more = f" and {len(other_names)} more" if other_names else ""
         yield f"leaves out {short(name)}{more} ({reason})"
 

@@ -295,12 +295,12 @@ def adapter_file(path: Path) -> Path:
 def _local_digest(path: Path) -> str:
     """Return the sha256 that a file will have on a host (`Storage.whole`)."""
     digest, config = hashlib.sha256(), config_of(path)
-    with path.open("rb") as opened:
+    with path.open("rb") as handle:
         if config:
-            header = read_tensors(reader_of(opened), path.stat().st_size)
+            header = read_tensors(reader_of(handle), path.stat().st_size)
             digest.update(with_config(header, config))
-            opened.seek(header.begin)
-        while piece := opened.read(CHUNK_BYTES):
+            handle.seek(header.begin)
+        while piece := handle.read(CHUNK_BYTES):
             digest.update(piece)
     return digest.hexdigest()
 
@@ -310,6 +310,6 @@ def _replaced(name: str, field: str) -> MaskserveError:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    with contextlib.closing(path.open("rb")) as opened:
-        while piece := opened.read(CHUNK_BYTES):
+    with contextlib.closing(path.open("rb")) as handle:
+        while piece := handle.read(CHUNK_BYTES):
             yield piece

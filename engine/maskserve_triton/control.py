@@ -185,7 +185,7 @@ class WorkerControl:
             known: version of the template list that the client has; the record then has only the
                 changes since. None: the record has the whole list.
         """
-        raw, more = self._status.read_json(), {}
+        raw, changes = self._status.read_json(), {}
         try:
             status = (WorkerStatus if known is None else _Unlisted).from_json(raw or b"")
         except ValueError:
@@ -193,14 +193,14 @@ class WorkerControl:
         if known is not None:
             self._listings.take(memoryview(status.templates))  # type: ignore[arg-type]
             status.templates = {}
-            more = {"template_changes": to_builtins(self._listings.changes(known))}
-        added = replace(
+            changes = {"template_changes": to_builtins(self._listings.changes(known))}
+        full_status = replace(
             status,
             nodes=(*status.nodes, *self._stages.nodes(status.model)),
             services=(*status.services, *self._stages.services()),
             values=self._values.stored(),
         )
-        values: dict[str, Any] = json.loads(added.to_json())
+        values: dict[str, Any] = json.loads(full_status.to_json())
         age = status.age_s()
         if self._admission.state() != OPEN:
             for record in (values, *values["nodes"]):
@@ -208,7 +208,7 @@ class WorkerControl:
         alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
         return {
             **values,
-            **more,
+            **changes,
             "age_s": round(age, 4),
             "alive": alive and unwell(self._config.runtime_dir) is None,
             "in_flight": self._admission.in_flight(),

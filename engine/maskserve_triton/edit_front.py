@@ -213,8 +213,8 @@ class EditFront:
             meta = encode_edit(self._api, call.inputs(), stage_parameters, call.request_id)
             call.answer.finish({"IMAGE": b"", "META": json.dumps(meta).encode()})
             return
-        more = settings.progress or settings.preview_every
-        acks = AckSender(self._config.runtime_dir) if more else None
+        follows_steps = settings.progress or settings.preview_every
+        acks = AckSender(self._config.runtime_dir) if follows_steps else None
         call.sent = True
         for event in run_edit(self._api, call.inputs(), stage_parameters, call.request_id, acks):
             call.last_event = time.monotonic()

@@ -36,16 +36,16 @@ class EncoderInput(NamedTuple):
     @property
     def pixels_ids(self) -> list[str]:
         """Names of the encodings of the source and of the further references."""
-        names = (self.edit.pixels_id, *(named.pixels_id for named in self.edit.references))
+        names = (self.edit.pixels_id, *(reference.pixels_id for reference in self.edit.references))
         return list(dict.fromkeys(filter(None, names)))
 
     @property
     def ip_picture(self) -> NDArray[np.uint8]:
         """RGB [side, side, 3] of the IP-Adapter's picture, behind the references."""
-        named = self.edit.ip_picture
-        assert named is not None
+        picture = self.edit.ip_picture
+        assert picture is not None
         assert self.references is not None, "REQUEST names a picture that is missing"
-        height, width = named.size
+        height, width = picture.size
         return self.references[-3 * height * width :].reshape(height, width, 3)
 
     @property

@@ -34,7 +34,9 @@ class KeyHistory:
         texts = repr((edit.prompt, settings.negative_prompt)).encode()
         digest = hashlib.blake2b(texts, digest_size=16).hexdigest()
         new = [] if self._add((scope, PROMPT, digest)) else [PROMPT]
-        references = [self._add((scope, REFERENCES, named.pixels_id)) for named in edit.references]
+        references = [
+            self._add((scope, REFERENCES, reference.pixels_id)) for reference in edit.references
+        ]
         new += [] if all(references) else [REFERENCES]
         if not edit.template_id:
             return new

@@ -323,8 +323,8 @@ def pixels_of(
         InvalidRequest: a header cannot be read.
     """
     settings = accepted.settings
-    named, scope = settings.template_id, scope_of(settings.request_id or "")
-    template = find_template(named, scope) if named and not any(pictures[:1]) else None
+    template_id, scope = settings.template_id, scope_of(settings.request_id or "")
+    template = find_template(template_id, scope) if template_id and not any(pictures[:1]) else None
     references = [find_template(name, scope) for name in settings.reference_ids]
     encoded = [picture for picture in (template, *pictures, *references) if picture]
     return sum(math.prod(read_size(picture, "IMAGE", config.limits)) for picture in encoded)
@@ -570,22 +570,22 @@ def _source(
     """Return the source and its template id: from IMAGE, or from the template that the settings
     name.
     """
-    named = settings.template_id
-    if image or named is None:
+    template_id = settings.template_id
+    if image or template_id is None:
         if not image:
             raise InvalidRequest(
                 "IMAGE", "is empty", "an image, or SETTINGS.template_id of a registered template"
             )
         source = decode_image(image, "IMAGE", config.limits)
         source_id = source.template_id
-        if named is not None and named != source_id:
+        if template_id is not None and template_id != source_id:
             raise InvalidRequest(
                 "SETTINGS.template_id", "is not the digest of IMAGE", f"{source_id}, or IMAGE empty"
             )
         return source, source_id
     scope = scope_of(settings.request_id or "")
-    encoded = _registered_picture("SETTINGS.template_id", named, scope, find_template)
-    return decode_image(encoded, "IMAGE", config.limits), named
+    encoded = _registered_picture("SETTINGS.template_id", template_id, scope, find_template)
+    return decode_image(encoded, "IMAGE", config.limits), template_id
 
 
 def _referenced_pictures(settings: EditSettings, find_template: FindTemplate | None) -> list[bytes]:

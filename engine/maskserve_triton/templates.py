@@ -250,7 +250,7 @@ class StoredResults(_Pictures):
         """Return the scope that the bytes count for: the first owner by name, or EVERYBODY."""
         return {min(super()._booked_on(name), default=EVERYBODY)}
 
-    def _make_room(self, more: int, owner: str) -> None:
+    def _make_room(self, new_bytes: int, owner: str) -> None:
         """Evict expired results, then others until the owner has room for `more` bytes: its own if
         its share is used up, else those of the largest owner.
         """
@@ -260,9 +260,9 @@ class StoredResults(_Pictures):
         while True:
             sums = self._sums()
             free, used = self._max_bytes - sums.bytes, sums.of.get(owner, 0)
-            if more <= (room(self._max_bytes, sums.bytes, used, owner) if used else free):
+            if new_bytes <= (room(self._max_bytes, sums.bytes, used, owner) if used else free):
                 return
-            holder = owner if more <= free else max(sums.of, key=sums.of.__getitem__)
+            holder = owner if new_bytes <= free else max(sums.of, key=sums.of.__getitem__)
             self._remove(self._oldest(holder))
 
     def _oldest(self, scope: str) -> str:

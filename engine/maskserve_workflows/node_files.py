@@ -55,7 +55,7 @@ class NodeFiles:
 
     def classes(self, model: str) -> list[NodeModel]:
         """Return the classes that run a model; it has several if these accept different folders."""
-        return [known for known in self._models if known.name == model]
+        return [model_class for model_class in self._models if model_class.name == model]
 
     def read(self, folders: Iterable[str | Path]) -> list[str]:
         """Read the signatures in the folders' .py files. A file with an error is left out.
@@ -85,10 +85,10 @@ class NodeFiles:
         if not functions and not models:
             raise WorkflowError("declares nothing; accepted: @node and @node_model")
         for name, function in functions.items():
-            if (known := self._types.get(name)) is not None and known.file != file:
-                raise _declared_twice("node", name, known.file)
+            if (earlier := self._types.get(name)) is not None and earlier.file != file:
+                raise _declared_twice("node", name, earlier.file)
             _check_model(f"node {name}", node_type_of(function).model)
-        other_models = [known for known in self._models if known.file != file]
+        other_models = [earlier for earlier in self._models if earlier.file != file]
         for model in models:
             _check_model(model.class_name, model.name)
             _check_source(model)

@@ -246,8 +246,8 @@ def _outputs(name: str, returns: Any) -> dict[str, str]:
     """Return the kinds of the outputs that a return type declares."""
     ports: dict[str, Any] = {}
     if isinstance(returns, type):
-        named = hasattr(returns, "_fields")
-        ports = get_type_hints(returns) if named else {getattr(returns, "kind", ""): returns}
+        has_fields = hasattr(returns, "_fields")
+        ports = get_type_hints(returns) if has_fields else {getattr(returns, "kind", ""): returns}
     if not ports or not all(isinstance(x, type) and issubclass(x, Port) for x in ports.values()):
         raise WorkflowError(
             f"{name}.return: is {_words(returns)}; accepted: a port ({_PORTS}), or a NamedTuple of "

@@ -103,8 +103,8 @@ def folder_of(request: CheckpointRequest, parts: CheckpointParts) -> Path:
     """
     assert parts.cache is not None
     file = Path(request.file)
-    named = [request.file, request.base, request.vae, *request.text_encoders]
-    identity = [_identity(Path(name)) for name in named if name]
+    paths = [request.file, request.base, request.vae, *request.text_encoders]
+    identity = [_identity(Path(name)) for name in paths if name]
     words = repr((_FORMAT, request.weights, request.vae, request.text_encoders, identity))
     digest = hashlib.sha256(words.encode()).hexdigest()[:16]
     folder = parts.cache / f"{name_of(file)}-{digest}"

@@ -33,10 +33,10 @@ def ask_engine(module: str, request: bytes, *flags: str, run: Run = run_command)
     with tempfile.NamedTemporaryFile(prefix="maskserve-") as file:
         file.write(request)
         file.flush()
-        ended = run([sys.executable, "-m", module, file.name, *flags])
-    if ended.returncode:
-        raise ServeError(_last_sentence(ended.stderr.decode(errors="replace")))
-    return ended.stdout.decode()
+        process = run([sys.executable, "-m", module, file.name, *flags])
+    if process.returncode:
+        raise ServeError(_last_sentence(process.stderr.decode(errors="replace")))
+    return process.stdout.decode()
 
 
 def _last_sentence(stderr: str) -> str:

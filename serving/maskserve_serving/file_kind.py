@@ -74,8 +74,8 @@ def names_of(file: Path) -> Collection[str]:
         if file.name.endswith(ENDS[0]):
             return header_of(file).tensors
         if file.suffix == _GGUF:
-            with file.open("rb") as opened:
-                return read_gguf(opened, os.fstat(opened.fileno()).st_size)
+            with file.open("rb") as handle:
+                return read_gguf(handle, os.fstat(handle.fileno()).st_size)
     except (BadHeader, BadGguf) as error:
         raise ServeError(f"--model: {file} {error}") from error
     except OSError as error:

@@ -145,11 +145,11 @@ def remove_stale(
 def _removed_unless_locked(folder: Path, report: Callable[[str], None]) -> bool:
     """Return False if a running supervisor holds the folder; leave other users' folders."""
     try:
-        opened = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
         return True
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         end_orphans(folder, report)
         shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
@@ -157,7 +157,7 @@ def _removed_unless_locked(folder: Path, report: Callable[[str], None]) -> bool:
     except OSError:
         pass
     finally:
-        os.close(opened)
+        os.close(descriptor)
     return True
 
 

@@ -22,8 +22,8 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 def ignored_folders() -> list[str]:
     """Return the folders that this process imports from and an isolated interpreter does not."""
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folders = [os.path.abspath(folder) for folder in named if folder]
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [os.path.abspath(folder) for folder in folders if folder]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
     return [folder for folder in dict.fromkeys(folders) if Path(folder).exists()]

@@ -46,8 +46,8 @@ class Ports:
         return cls(base + 7, base + 8, base + 9)
 
     def all(self) -> dict[str, int]:
-        named = {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
-        return named | ({"steps": self.link} if self.link else {})
+        ports = {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
+        return ports | ({"steps": self.link} if self.link else {})
 
 
 def check_free(host: str, ports: Ports, option: str = "--base-port") -> None:

@@ -85,8 +85,8 @@ def check_references(
     Raises:
         InvalidRequest: naming IMAGE or its element, or a setting.
     """
-    named, adapts = len(settings.reference_ids), settings.ip_adapter is not None
-    if len(pictures) + named < 2:
+    reference_count, adapts = len(settings.reference_ids), settings.ip_adapter is not None
+    if len(pictures) + reference_count < 2:
         if adapts:
             raise InvalidRequest(
                 "SETTINGS.ip_adapter",
@@ -95,17 +95,17 @@ def check_references(
             )
         return
     most += adapts
-    is_alone = adapts and len(pictures) == 2 and not named
+    is_alone = adapts and len(pictures) == 2 and not reference_count
     if len(pictures) > 1 and not pictures[0] and settings.template_id is None and not is_alone:
         raise InvalidRequest(
             "IMAGE[0]",
             "is empty, and further pictures follow",
             "the picture to edit, or SETTINGS.template_id of a registered template",
         )
-    if len(pictures) + named > most:
+    if len(pictures) + reference_count > most:
         accepted = f"up to {most} with this model" if most > 1 else "one with this model"
-        if named:
-            problem = f"make {len(pictures) + named} pictures with those of IMAGE"
+        if reference_count:
+            problem = f"make {len(pictures) + reference_count} pictures with those of IMAGE"
             raise InvalidRequest("SETTINGS.reference_ids", problem, accepted)
         raise InvalidRequest("IMAGE", f"has {len(pictures)} pictures", accepted)
     for index, picture in enumerate(pictures):

@@ -55,10 +55,10 @@ class MemoryTable(msgspec.Struct, frozen=True):
             many, entry_mib = self.cache // self.own, self.own / _MIB
             notes["cache"] += f", or {many} edits with refresh steps of {entry_mib:.1f} MiB"
         lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]
-        named = [part for part in ("adapters", "controls") if getattr(self, part)]
+        adapter_budgets = [part for part in ("adapters", "controls") if getattr(self, part)]
         groups = {
             "taken": ("weights", "encoder", "decoder", "others"),
-            "reserved": ("step", *named, "cache"),
+            "reserved": ("step", *adapter_budgets, "cache"),
             "": ("left",),
         }
         for group, parts in groups.items():

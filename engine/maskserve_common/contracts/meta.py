@@ -124,8 +124,8 @@ def with_result(meta: bytes, template_id: str | None) -> bytes:
     """META of a final event that names the template which its picture is kept as; None: it could
     not be kept.
     """
-    named = b"null" if template_id is None else b'"%b"' % template_id.encode()
-    return b'%b,"result_template_id":%b}' % (meta[:-1], named)
+    encoded_id = b"null" if template_id is None else b'"%b"' % template_id.encode()
+    return b'%b,"result_template_id":%b}' % (meta[:-1], encoded_id)
 
 
 def meta_for_client(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:

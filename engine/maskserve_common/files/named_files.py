@@ -190,20 +190,20 @@ class NamedFiles:
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
-    def _check_room(self, more: int, scopes: Set[str]) -> None:
+    def _check_room(self, new_bytes: int, scopes: Set[str]) -> None:
         """Raise Overloaded if so many more bytes exceed the total or a scope's share."""
         sums = self._sums()
-        if sums.bytes + more > self._max_bytes:
+        if sums.bytes + new_bytes > self._max_bytes:
             raise Overloaded(
-                f"{self.kind} take {sums.bytes} bytes, and {more} more exceed "
+                f"{self.kind} take {sums.bytes} bytes, and {new_bytes} more exceed "
                 f"{self.setting}, {self._max_bytes}{self.advice}"
             )
         for scope in scopes - {SHARED, UNSCOPED}:
             scope_bytes = sums.of.get(scope, 0)
-            if scope_bytes and more > room(self._max_bytes, sums.bytes, scope_bytes, scope):
+            if scope_bytes and new_bytes > room(self._max_bytes, sums.bytes, scope_bytes, scope):
                 raise Overloaded(
-                    f"{self.kind} of this key take {scope_bytes} bytes, and {more} more exceed its "
-                    f"share of {self.setting}{self.advice}"
+                    f"{self.kind} of this key take {scope_bytes} bytes, and {new_bytes} more "
+                    f"exceed its share of {self.setting}{self.advice}"
                 )
 
     def _take_over(self) -> None:

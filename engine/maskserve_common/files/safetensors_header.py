@@ -105,9 +105,9 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     if begin > nbytes:
         raise BadHeader("is cut short: its header is not whole")
     try:
-        named = _read_names(head[_LENGTH_BYTES:begin])
-        metadata = _read_metadata(named.pop(_METADATA, msgspec.Raw(b"{}")))
-        declared = {name: _read_declared(raw) for name, raw in named.items()}
+        raw_tensors = _read_names(head[_LENGTH_BYTES:begin])
+        metadata = _read_metadata(raw_tensors.pop(_METADATA, msgspec.Raw(b"{}")))
+        declared = {name: _read_declared(raw) for name, raw in raw_tensors.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadHeader("is not a safetensors file: its header cannot be read") from error
     tensors = {name: _placed(name, tensor, begin) for name, tensor in declared.items()}
@@ -128,16 +128,16 @@ def head_of(read: Callable[[int, int], bytes], nbytes: int) -> bytes:
 
 def header_of(file: Path) -> Header:
     """The header of a file of this host; raises as `read_header`, and OSError."""
-    with file.open("rb") as opened:
-        return read_header(reader_of(opened), file.stat().st_size)
+    with file.open("rb") as handle:
+        return read_header(reader_of(handle), file.stat().st_size)
 
 
-def reader_of(opened: BinaryIO) -> Callable[[int, int], bytes]:
+def reader_of(handle: BinaryIO) -> Callable[[int, int], bytes]:
     """Gives the bytes [begin, end) of an open file."""
 
     def read(begin: int, end: int) -> bytes:
-        opened.seek(begin)
-        return opened.read(end - begin)
+        handle.seek(begin)
+        return handle.read(end - begin)
 
     return read
 

@@ -11,8 +11,8 @@ from pathlib import Path
 @contextmanager
 def short_path(folder: Path) -> Iterator[str]:
     """Yield a path to `folder` that is short enough for a socket's address."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{opened}"
+        yield f"/proc/self/fd/{descriptor}"
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -255,9 +255,9 @@ def _lock(file: BinaryIO, until: float) -> bool:
         return True
 
 
-def _same_file(path: Path, opened: BinaryIO) -> bool:
+def _same_file(path: Path, handle: BinaryIO) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(opened.fileno()))
+        return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
     except FileNotFoundError:
         return False
 

@@ -42,8 +42,8 @@ def weight_files(folder: Path, variant: str = "") -> WeightFiles:
     """
     files_by_variant: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        named = _FORM.fullmatch(path.name)
-        files_by_variant.setdefault((named and named["variant"]) or "", []).append(path)
+        match = _FORM.fullmatch(path.name)
+        files_by_variant.setdefault((match and match["variant"]) or "", []).append(path)
     for name in (variant, ""):
         if name in files_by_variant:
             return WeightFiles(name, tuple(files_by_variant[name]))

@@ -232,26 +232,26 @@ def _cropped(data: bytes, at: int, size: tuple[int, int]) -> tuple[int, int]:
     return tiles
 
 
-def _fits(coded: bytes, size: tuple[int, int]) -> bool:
+def _fits(payload: bytes, size: tuple[int, int]) -> bool:
     """Return whether AV1's sequence headers, of which there is one, describe no larger picture."""
     at, is_sequence = 0, False
     for _ in range(_MOST_BOXES):
-        if at >= len(coded):
+        if at >= len(payload):
             return is_sequence
-        head, at = coded[at], at + 1
+        head, at = payload[at], at + 1
         at += head >> 2 & 1
         length, shift = 0, 0
         if not head & 2:
-            length = len(coded) - at
+            length = len(payload) - at
         else:
             while True:
-                byte, at = coded[at], at + 1
+                byte, at = payload[at], at + 1
                 length |= (byte & 127) << shift
                 shift += 7
                 if byte < 128 or shift > 28:
                     break
         if head >> 3 & 15 == _SEQUENCE_HEADER:
-            height, width = _sequence_size(coded[at : at + length])
+            height, width = _sequence_size(payload[at : at + length])
             if height > size[0] or width > size[1]:
                 return False
             is_sequence = True

@@ -251,8 +251,8 @@ class _Signed(Unsigned):
         }
         began: dict[str, Any] = {"action": "c2pa.created", "digitalSourceType": SOURCE_TYPE}
         if opened:
-            named = {"ingredientIds": [_SOURCE["label"]]}
-            began = {"action": "c2pa.opened", "parameters": named}
+            ingredients = {"ingredientIds": [_SOURCE["label"]]}
+            began = {"action": "c2pa.opened", "parameters": ingredients}
         return self._manifest_of(began, edited)
 
     def _generated(self) -> dict[str, Any]:

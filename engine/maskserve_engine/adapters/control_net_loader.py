@@ -157,7 +157,7 @@ def _replaced(name: str) -> MaskserveError:
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in weight_files(folder).files:
-        with file.open("rb") as opened:
-            while piece := opened.read(2**20):
+        with file.open("rb") as handle:
+            while piece := handle.read(2**20):
                 digest.update(piece)
     return digest.hexdigest()

@@ -56,12 +56,12 @@ def oft_update_of(
         alpha = float(read(update.names.alpha)) if update.names.alpha else 0.0
         if not math.isfinite(alpha):
             raise BadAdapter(f"has an alpha for {short(update.layer)} that is not a finite number")
-        chosen = []
+        row_rotations = []
         for begin, end in update.rows:
             blocks, which = rotation.within(begin, end)
             bound = alpha * blocks.number * blocks.side
-            chosen.append(_of_rows(read(names[blocks.role]).float(), bound)[which])
-        rotations = torch.cat(chosen)
+            row_rotations.append(_of_rows(read(names[blocks.role]).float(), bound)[which])
+        rotations = torch.cat(row_rotations)
         if RESCALE in names:
             all_lengths = read(names[RESCALE]).float().flatten()
             lengths = torch.cat([all_lengths[begin:end] for begin, end in update.rows])

@@ -175,8 +175,8 @@ class BlockEntry:
 
     def __post_init__(self) -> None:
         fields = (self.hidden,), (self.keys, self.values), (self.end,), (self.map,)
-        named = zip(PARTS, fields, strict=True)
-        parts = {part: tensors for part, tensors in named if None not in tensors}
+        part_tensors = zip(PARTS, fields, strict=True)
+        parts = {part: tensors for part, tensors in part_tensors if None not in tensors}
         object.__setattr__(self, "parts", parts)
 
     @property

@@ -131,13 +131,13 @@ class HostCache:
         """Copy a part's tensors to host memory and return them there; None: there is no room, and
         the part is as it was.
         """
-        more = sum(coded.nbytes for coded in tensors) - self._nbytes_of(part)
-        if not self._memory.book(more):
+        growth = sum(coded.nbytes for coded in tensors) - self._nbytes_of(part)
+        if not self._memory.book(growth):
             return None
         try:
             copies = tuple([coded.map(_to_host, _to_host) for coded in tensors])
         except RuntimeError:  # the host gives no more pinned memory
-            self._memory.unbook(more)
+            self._memory.unbook(growth)
             return None
         device = tensors[0].data.device
         if device.type == "cuda":

@@ -256,11 +256,11 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             f"{file.parent} is on a disk with {free / 2**30:.1f} GiB free; the converted weights "
             f"take {needed / 2**30:.1f} GiB"
         )
-    with file.open("wb") as opened:
-        opened.write(head)
+    with file.open("wb") as handle:
+        handle.write(head)
         for tensor in tensors.values():
             for piece in _bytes(tensor):
-                opened.write(piece)
+                handle.write(piece)
 
 
 def _bytes(tensor: torch.Tensor) -> Iterator[memoryview]:

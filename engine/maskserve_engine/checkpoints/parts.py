@@ -105,9 +105,9 @@ def denoiser_class(denoiser: Mapping[str, torch.Tensor]) -> tuple[str, str]:
     """
     from diffusers.loaders import single_file_utils
 
-    named = {f"{_DENOISER}{name}": tensor for name, tensor in denoiser.items()}
+    prefixed = {f"{_DENOISER}{name}": tensor for name, tensor in denoiser.items()}
     try:
-        kind = single_file_utils.infer_diffusers_model_type({**named, **denoiser})
+        kind = single_file_utils.infer_diffusers_model_type({**prefixed, **denoiser})
     except KeyError as error:
         raise ConfigError(f"is not a whole checkpoint: it has no {error.args[0]}") from error
     except (IndexError, UnboundLocalError, ValueError) as error:

@@ -217,8 +217,8 @@ class StoredTensors:
             text = header_of(file).metadata.get(_METADATA, "{}")
             layers = self._object(_METADATA, text).get("layers", {})
             for layer, mark in layers.items() if isinstance(layers, dict) else ():
-                known = f"{layer}.weight" in self._places
-                prefixed = layer if known else f"model.diffusion_model.{layer}"
+                is_stored = f"{layer}.weight" in self._places
+                prefixed = layer if is_stored else f"model.diffusion_model.{layer}"
                 yield prefixed, mark if isinstance(mark, dict) else {}
 
     def _object(self, name: str, text: str | bytes) -> Mapping[str, Any]:
@@ -305,8 +305,8 @@ def _files(file: Path) -> list[Path]:
     """Return the files of a checkpoint; those of an index lie beside it."""
     if not file.name.endswith(INDEX_END):
         return [file]
-    with file.open("rb") as opened:
-        text = opened.read(_MAX_INDEX_BYTES + 1)
+    with file.open("rb") as handle:
+        text = handle.read(_MAX_INDEX_BYTES + 1)
     try:
         weight_map: Mapping[str, str] = json.loads(text)["weight_map"]
         names = sorted(set(weight_map.values()))

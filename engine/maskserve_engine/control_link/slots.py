@@ -94,16 +94,16 @@ class SharedSlot(Slot):
 
     def _mapped(self, nbytes: int, *, grow: bool) -> mmap.mmap:
         if self._map is None or len(self._map) < nbytes:
-            opened = os.open(self.path, os.O_RDWR | (os.O_CREAT if grow else 0), 0o600)
+            descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT if grow else 0), 0o600)
             try:
                 if grow:  # reserved now: writing to a full tmpfs would kill the process
-                    os.posix_fallocate(opened, 0, nbytes)
-                size = os.fstat(opened).st_size
+                    os.posix_fallocate(descriptor, 0, nbytes)
+                size = os.fstat(descriptor).st_size
                 if size < nbytes:
                     raise OSError(f"{self.path} is shorter than what is to be read of it")
-                self._map = mmap.mmap(opened, size)
+                self._map = mmap.mmap(descriptor, size)
             finally:
-                os.close(opened)
+                os.close(descriptor)
                 if self._removed:  # by another thread meanwhile; no process reads it
                     self.remove()
         return self._map

@@ -108,8 +108,8 @@ class Loras(ResourceCache[Lora]):
             for resource, lora in items.items()
             if (key, resource) not in self._holders
         }
-        held_bytes, more = self._key_bytes.in_use(key), sum(sizes.values())
-        if key != NO_SCOPE and held_bytes and more > self._key_bytes.room(key):
+        held_bytes, new_bytes = self._key_bytes.in_use(key), sum(sizes.values())
+        if key != NO_SCOPE and held_bytes and new_bytes > self._key_bytes.room(key):
             raise Overloaded(
                 f"SETTINGS.loras: edits of this key hold LoRAs of {held_bytes} bytes, its share of "
                 "[adapters] device_bytes; try again later"

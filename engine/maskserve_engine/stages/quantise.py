@@ -228,8 +228,8 @@ def gguf_reader(file: Path) -> Any:
             raise ValueError(f"blocks of {block} do not divide {count}")
         return count // block * size
 
-    with file.open("rb") as opened:
-        read_gguf(opened, os.fstat(opened.fileno()).st_size, stored)
+    with file.open("rb") as handle:
+        read_gguf(handle, os.fstat(handle.fileno()).st_size, stored)
     return GGUFReader(file)
 
 

@@ -101,8 +101,10 @@ def whole_answer(
     """
     size = sum(map(len, parts))
     room.resize(size)
-    named = {**headers, "content-length": str(size)}
-    return ChunkedResponse(_iterate(parts), resources.pop_all(), headers=named, media_type=kind)
+    all_headers = {**headers, "content-length": str(size)}
+    return ChunkedResponse(
+        _iterate(parts), resources.pop_all(), headers=all_headers, media_type=kind
+    )
 
 
 def error_boundary(handler: Handler) -> Handler:

@@ -28,14 +28,14 @@ def job_routes(front: Front, reader: FormReader, jobs: Jobs) -> list[Route]:
 
     async def add(request: Request, request_id: str) -> Response:
         client = front.client(request.headers)
-        named = request.headers.get("idempotency-key")
-        if named is not None and _NAME.fullmatch(named) is None:
+        idempotency_key = request.headers.get("idempotency-key")
+        if idempotency_key is not None and _NAME.fullmatch(idempotency_key) is None:
             raise InvalidRequest(
                 "Idempotency-Key", "has another form", "up to 255 characters of ASCII, no blanks"
             )
         with ExitStack() as exit_stack:
             form, _ = await reader.read(request, client, exit_stack)
-            job, new = await jobs.add(form, client, named)
+            job, new = await jobs.add(form, client, idempotency_key)
         headers = {"location": f"/v1/jobs/{job.id}"}
         if not new:
             headers["idempotent-replayed"] = "true"

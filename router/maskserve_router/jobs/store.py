@@ -164,13 +164,13 @@ def open_store(place: str) -> JobStore:
         if url.port is not None and not 1 <= url.port <= _MOST_PORT:
             raise ConfigError(f"[jobs] database: its port is {url.port}; accepted: 1 to 65535")
         lite = url.get_backend_name() == "sqlite"
-        more: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if lite:
-            more = {"connect_args": {"timeout": _BUSY_S}}
+            options = {"connect_args": {"timeout": _BUSY_S}}
         elif url.drivername.startswith("postgresql+psycopg"):
             bounds = {"connect_timeout": _CONNECT_S, "tcp_user_timeout": _SILENT_MS}
-            more = {"connect_args": {k: v for k, v in bounds.items() if k not in url.query}}
-        engine = create_engine(url, pool_pre_ping=not lite, **more)
+            options = {"connect_args": {k: v for k, v in bounds.items() if k not in url.query}}
+        engine = create_engine(url, pool_pre_ping=not lite, **options)
     except ValueError:  # from `int`
         raise ConfigError(
             "[jobs] database: its port is not a number; accepted: 1 to 65535"
@@ -236,13 +236,13 @@ def _on_a_full_disk(
     """Decorate a method that frees room or ends a job: on a full disk it uses the reserve."""
 
     @wraps(method)
-    def spared(store: JobStore, /, *arguments: P.args, **named: P.kwargs) -> T:
+    def spared(store: JobStore, /, *arguments: P.args, **keywords: P.kwargs) -> T:
         try:
-            return method(store, *arguments, **named)
+            return method(store, *arguments, **keywords)
         except OperationalError:
             if not store.use_reserve():
                 raise
-        return method(store, *arguments, **named)
+        return method(store, *arguments, **keywords)
 
     return spared
 
@@ -325,8 +325,8 @@ class JobStore:
         if idempotency is None:
             return None
         with self._reads.connect() as db:
-            named = and_(JOBS.c.scope == scope, JOBS.c.idempotency == idempotency)
-            row = db.execute(select(JOBS).where(named)).mappings().first()
+            same_key = and_(JOBS.c.scope == scope, JOBS.c.idempotency == idempotency)
+            row = db.execute(select(JOBS).where(same_key)).mappings().first()
         if row is not None and row["digest"] != digest:
             raise OtherRequest
         return None if row is None else _job(row)
@@ -572,8 +572,8 @@ class JobStore:
             if not rows:
                 return False
             scope = rows[0]["scope"]
-            ended = select(COUNTS.c.ended).where(COUNTS.c.scope == scope)
-            beyond = int(db.execute(ended).scalar() or 0) + 1 - most
+            ended_count = select(COUNTS.c.ended).where(COUNTS.c.scope == scope)
+            beyond = int(db.execute(ended_count).scalar() or 0) + 1 - most
             if beyond > 0:
                 old = and_(JOBS.c.scope == scope, JOBS.c.ended.is_not(None))
                 oldest = _locked(db, old, JOBS.c.ended, limit=min(beyond, _BATCH))

@@ -151,10 +151,8 @@ def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS
 
 
 def _is_count(parameter: pb.InferParameter) -> bool:
-    chosen = parameter.WhichOneof("parameter_choice")
-    return bool(
-        chosen == "uint64_param" or (chosen == "int64_param" and parameter.int64_param >= 0)
-    )
+    kind = parameter.WhichOneof("parameter_choice")
+    return bool(kind == "uint64_param" or (kind == "int64_param" and parameter.int64_param >= 0))
 
 
 def _check_tensors(message: ModelRequest, contract: Contract) -> None:

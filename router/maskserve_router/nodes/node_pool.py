@@ -292,8 +292,9 @@ class NodePool(ServerPool[NodeServer]):
         """
         model, servers = NODE_TYPES[name].model, super().able(name)
         by_state = sorted(servers, key=lambda server: not server.up)
-        known = next((known for server in by_state if (known := server.revision(model))), "")
-        able = [x for x in servers if x.revision(model) in ("", known)]
+        revisions = (server.revision(model) for server in by_state)
+        current = next(filter(None, revisions), "")
+        able = [x for x in servers if x.revision(model) in ("", current)]
         for server in servers if len(able) < len(servers) else ():
             if server not in able and (server, model) not in self._misfits:
                 self._misfits.add((server, model))

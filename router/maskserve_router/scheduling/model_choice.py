@@ -28,18 +28,18 @@ def model_of(pool: Pool, default: str, name: str | None, kind: EditKind, picture
     """
     models = pool.models()
     able_models = _makers(pool, models, kind, pictures) or models
-    chosen = name or default
-    if not name and chosen in models and chosen not in able_models:
-        chosen = ""
-    if not chosen and models:
+    model = name or default
+    if not name and model in models and model not in able_models:
+        model = ""
+    if not model and models:
         common, workers = able_models.most_common(1)[0]
-        chosen = common if 2 * workers > able_models.total() else ""
-    if not chosen and models:
+        model = common if 2 * workers > able_models.total() else ""
+    if not model and models:
         able = ", ".join(sorted(able_models))
         raise InvalidRequest("SETTINGS.model", "is needed where several are served", able)
-    if chosen and models and chosen not in models:
+    if model and models and model not in models:
         raise InvalidRequest("SETTINGS.model", "is not served here", ", ".join(sorted(models)))
-    return chosen
+    return model
 
 
 def _makers(pool: Pool, models: Counter[str], kind: EditKind, pictures: int) -> Counter[str]:

@@ -40,13 +40,13 @@ class TemplateIndex:
             self.remove(number, tier, self._of(number, tier))
 
     def add(self, number: int, tier: str, templates: Iterable[str]) -> None:
-        holder_bits, bit, more = self._tiers.setdefault(tier, {}), 1 << number, 0
+        holder_bits, bit, new_count = self._tiers.setdefault(tier, {}), 1 << number, 0
         for template in templates:
             bits = holder_bits.get(template, 0)
             if not bits & bit:
                 holder_bits[template] = bits | bit
-                more += 1
-        self._counts[tier, number] = self._counts.get((tier, number), 0) + more
+                new_count += 1
+        self._counts[tier, number] = self._counts.get((tier, number), 0) + new_count
 
     def remove(self, number: int, tier: str, templates: Iterable[str]) -> None:
         holder_bits, bit, fewer = self._tiers.get(tier, {}), 1 << number, 0

@@ -35,10 +35,10 @@ def load_sampler(config: Config, spec: ModelSpec) -> Any:
     """
     import diffusers
 
-    named = sampler_name(config)
-    if named not in _SERVED:
-        raise _refused(named, f" is not served with UNets; served: {', '.join(_SERVED)}")
-    sampler = load_plain(config, "scheduler", getattr(diffusers, named))
+    class_name = sampler_name(config)
+    if class_name not in _SERVED:
+        raise _refused(class_name, f" is not served with UNets; served: {', '.join(_SERVED)}")
+    sampler = load_plain(config, "scheduler", getattr(diffusers, class_name))
     if not spec.micro_conditioning and sampler.config.get("steps_offset", 1) != 1:
         # Stable Diffusion's pipelines, other than SDXL's, set it whatever the folder says.
         sampler = type(sampler).from_config(sampler.config, steps_offset=1)

@@ -117,8 +117,8 @@ def error_answer(error: MaskserveError | Failure, request_id: str) -> Response:
 def json_answer(
     body: Any, request_id: str, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    named = {"x-request-id": request_id, **(headers or {})}
-    return Response(msgspec.json.encode(body), status, named, JSON)
+    all_headers = {"x-request-id": request_id, **(headers or {})}
+    return Response(msgspec.json.encode(body), status, all_headers, JSON)
 
 
 def error_boundary(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -227,10 +227,10 @@ def _picture_fields(picture: Picture) -> dict[str, str]:
     for part in (picture[:_HEAD], picture):  # the whole file if profiles come before its size
         with (
             suppress(UnidentifiedImageError, OSError, SyntaxError),
-            Image.open(io.BytesIO(part)) as opened,
+            Image.open(io.BytesIO(part)) as picture_file,
         ):
-            background = "transparent" if opened.mode == "RGBA" else "opaque"
-            return {"size": f"{opened.width}x{opened.height}", "background": background}
+            background = "transparent" if picture_file.mode == "RGBA" else "opaque"
+            return {"size": f"{picture_file.width}x{picture_file.height}", "background": background}
     raise EngineFailed("the worker's picture cannot be read")
 
 
