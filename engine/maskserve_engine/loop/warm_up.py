@@ -32,9 +32,11 @@ from maskserve_engine.spec.model_spec import refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, warm_up_side
 
 _REFRESHES = (0, 3, 5, 7)
-"""Refresh steps of a warm-up. Before the last one, steps have read one, two and three terms of
-their step caches, each with a lookahead and without.
+"""Refresh steps of a warm-up. Before the last one, steps read two and three terms of their step
+caches, with a lookahead and without; the last one reads one.
 """
+_LEAST_STEPS = _REFRESHES[-1] + 1
+"""Steps of a warm-up's edits, at least: a client may ask for more than its model's default."""
 _USUAL = (1 / 32, 1 / 2)
 """Least and largest mask ratio of the lengths of a warm-up. Larger edits take much longer than a
 plan of 40 ms, or a recording.
@@ -168,9 +170,7 @@ def _refresh_steps(
     *,
     refreshes: Sequence[int] = _REFRESHES,
 ) -> None:
-    """Take steps of edits with refresh steps, up to the last of these; if there is one, it and the
-    step behind it.
-    """
+    """Take steps of edits with refresh steps, to the last of these, and two at least."""
     rule = refresh_rule(config, adapter.spec, device_of(config).type)
     sigmas = [sigma for sigma, _ in adapter.sigmas(jobs[0])]
     schedule = RefreshSchedule.of(adapter.spec, rule, 1, sigmas)
@@ -179,7 +179,7 @@ def _refresh_steps(
     )
     rows = [adapter.refreshing_row(job, schedule) for job in jobs]
     readers = [StepCacheReader(row, adapter.entry_blocks) for row in rows]
-    for step in range(min(len(sigmas), max(2, max(refreshes)))):
+    for step in range(min(len(sigmas), max(2, 1 + max(refreshes)))):
         if step in schedule.dense:
             adapter.step(rows, None)
             continue
@@ -233,8 +233,9 @@ def _blank_job(
     if words is None:
         words = spec.text_tokens(model.max_sequence_length)
     prompt = adapter.blank_prompt(spec.encoder_picture_tokens(latents, latents) + words)
+    steps = spec.steps_default(model.num_inference_steps)
     settings = EditSettings(
-        num_inference_steps=spec.steps_default(model.num_inference_steps),
+        num_inference_steps=max(_LEAST_STEPS, steps),
         guidance_scale=spec.guidance_default(model.guidance_scale),
         mask_ring=ring,
     )

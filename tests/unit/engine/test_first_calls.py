@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -24,13 +24,14 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.mmdit import adapter as flow_adapter
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.layers.shrink_expand import compile_kernels
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.loop.warm_up import warm_up
 from maskserve_engine.start.assembly import assemble
 from maskserve_studies.kernels.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_studies.kernels.kernel_counts import MIXED, fake_bench
-from tests.fakes.jobs import config_of, encode_case, random_case
+from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.fakes.tiny_families import FAMILIES
 from tests.support.draws import fresh_rng
 from tests.support.first_calls import FirstCalls
@@ -55,6 +56,17 @@ def aside(call: Callable[[], T]) -> T:
         return pool.submit(call).result()
 
 
+def on_fake(real: Adapter) -> Adapter:
+    """Return the adapter with its model on the fake device, and recorded steps."""
+    assert isinstance(real, FlowAdapter | UnetAdapter)
+    model, rule = fake_weights(real.model.to("meta")), real._refresh_rule
+    if isinstance(real, UnetAdapter):
+        return UnetAdapter(
+            real.spec, model, real.sampler, exact_vae=False, graphs=True, refresh_rule=rule
+        )
+    return type(real)(real.spec, model, real.sampler, recorded_rows=2.3, refresh_rule=rule)
+
+
 @contextmanager
 def engine_on(
     folder: Path, real: Adapter, encoder: Encoder, model_section: Mapping[str, int]
@@ -62,9 +74,7 @@ def engine_on(
     """An engine on the fake device of the context, with recorded steps of a real adapter's
     model.
     """
-    assert isinstance(real, FlowAdapter)
-    model, rule = fake_weights(real.model.to("meta")), real._refresh_rule
-    adapter = type(real)(real.spec, model, real.sampler, recorded_rows=2.3, refresh_rule=rule)
+    adapter = on_fake(real)
     config = config_of(
         folder,
         model={**model_section, "device": str(DEVICE), "dtype": "bfloat16"},
@@ -87,10 +97,12 @@ def edits_of(encoder: Encoder, side: int) -> Iterator[EditJob]:
     """First edits, of pictures of the model's size, by masks of any usual size and prompts of any
     length.
     """
-    rng = fresh_rng()
+    rng, is_guided = fresh_rng(), encoder.spec.family == "unet"
+    draw = unet_case if is_guided else random_case
+    guidance: dict[str, Any] = {"guidance_scale": 7.5} if is_guided else {}
     for number in range(EDITS):
         steps = int(rng.integers(4, 12))
-        case = random_case(rng, num_inference_steps=steps, strength=1.0)
+        case = draw(rng, num_inference_steps=steps, strength=1.0, **guidance)
         mask = np.zeros((side, side), np.uint8)
         top, left = (int(rng.integers(0, side // 2)) for _ in range(2))
         height, width = (int(rng.integers(1, side // 2)) for _ in range(2))
@@ -104,7 +116,7 @@ def edits_of(encoder: Encoder, side: int) -> Iterator[EditJob]:
 def lone_sizes(engine: Engine) -> set[Sizes]:
     """Return the sizes of lone steps that were recorded."""
     adapter = engine.adapter
-    assert isinstance(adapter, FlowAdapter)
+    assert isinstance(adapter, FlowAdapter | UnetAdapter)
     assert adapter.weights.graphs is not None
     recorded = [key for key, step in adapter.weights.graphs._steps.items() if step is not None]
     return {key for key in recorded if isinstance(key, Sizes) and key.passes == 1}
@@ -158,6 +170,7 @@ def brief(call: Hashable) -> str:
     [
         "flux-fill",
         "klein",
+        "sdxl-base",
         pytest.param("qwen-image", marks=pytest.mark.slow),  # minutes
         pytest.param("z-image-turbo", marks=pytest.mark.slow),
     ],

@@ -29,7 +29,8 @@ from torch import Tensor
 from maskserve_engine.batch.padding import padded
 from maskserve_engine.batch.transfer import copy_tensors, mapped
 from maskserve_engine.families.unet.tile import PARTS, Ids
-from maskserve_engine.layers.attention import Segments, Span, bucket, ends, spans, uniform
+from maskserve_engine.layers.attention import Segments, Span, bucket, spans
+from maskserve_engine.layers.attention import segments as segments_of
 from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
 from maskserve_engine.layers.shrink_expand import padded_tiles
 
@@ -180,7 +181,9 @@ def make_level(
                 for ids, computed_mask, box in zip(tiles, computed, inside, strict=True)
             )
         keys = _keys(counts, lengths, tokens)
-        segments, cross = _segments(lengths, whole), _segments(lengths, text)
+        segments, cross = (
+            segments_of(lengths, keys, varies=buckets) for keys in (whole, text)
+        )  # a mask's form decides them, so the warm-up could not plan them
         passes, moving_tiles = segments.q_spans, None
         if together:
             moving_tiles = padded_tiles(passes, sum(lengths))
@@ -196,7 +199,7 @@ def make_level(
             )
         sparse = Sparse(keys, feature_tokens, cached_in_box, segments, cross, passes, moving_tiles)
     tiled = any(ids is not None for ids in tiles)
-    return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
+    return Level(segments_of(whole, whole), segments_of(whole, text), sparse, tiled)
 
 
 def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
@@ -256,8 +259,3 @@ def _keys(counts: Sequence[int], lengths: Sequence[int], tokens: int) -> Keys:
     cached_slots = slots_of(spans([tokens - count for count in counts]))
     total = tokens * len(counts)
     return Keys(torch.from_numpy(np.concatenate(core)), slots_of(cached_spans), cached_slots, total)
-
-
-def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
-    q_spans, k_spans = spans(queries), spans(keys)
-    return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
