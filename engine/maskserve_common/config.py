@@ -163,10 +163,10 @@ class EngineConfig(Table, frozen=True):
     """Run each model once before the worker is ready."""
     cuda_graphs: bool = True
     """Record steps as CUDA graphs: all of a UNet, which takes as much memory as one step, and small
-    ones of a transformer (the tokens of up to 2.3 dense rows, and 0.3 of `max_rows`); and the
-    text encoders of FLUX.1 (T5) and FLUX.2. Not recorded: edits that are `reproducible` or have a
-    `first_block_threshold`, and workers of a transformer with `placed_bytes` or several `devices`.
-    Edits with LoRAs need the package `triton`."""
+    ones of a transformer (the tokens of up to 2.3 dense rows, 3.8 of Qwen-Image, and fewer with a
+    `max_rows` below 8); and the text encoders of FLUX.1 (T5) and FLUX.2. Not recorded: edits that
+    are `reproducible` or have a `first_block_threshold`, and workers of a transformer with
+    `placed_bytes` or several `devices`. Edits with LoRAs need the package `triton`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at a time."""
 

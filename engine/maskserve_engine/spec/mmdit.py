@@ -29,8 +29,10 @@ CONTROL = ControlNetSpec(
 )
 RECORDED_ROWS = 2.3
 """Dense rows whose tokens the longest recorded step has; longer ones keep a device busy."""
-_RECORDED_SHARE = 0.3
-"""Share of a worker's rows whose tokens the longest recorded step has at most."""
+_ROWS = 8
+"""Rows of a worker by default. One of fewer rows, on a card with little memory, records steps that
+are shorter by as much.
+"""
 _RECORDED_LAUNCHES, _RECORDED_LAUNCHES_OUTSIDE = 2.0, 18.0
 """Kernels of a recorded step: of a cached block one that places entries, and the piece of a graph
 after it; and those outside the blocks."""
@@ -110,15 +112,14 @@ def stack(name: str, blocks: int, block: BlockLayers) -> dict[str, BlockLayers]:
     return {f"{name}.{number}": block for number in range(blocks)}
 
 
-def recorded_rows(spec: ModelSpec, config: Config) -> float:
-    """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
-    recorded. Workers of few rows, on cards with little memory, record shorter ones. Rows that see
-    exact references are not recorded.
+def recorded_rows(spec: ModelSpec, config: Config, most: float = RECORDED_ROWS) -> float:
+    """Return the number of dense rows, `most` at most, whose tokens fit in a recorded step on GPUs;
+    0: steps are not recorded. Rows that see exact references are not recorded.
     """
     is_single_device = config.engine.devices == 1 and config.cache.placed_bytes <= 0
     if spec.semantics.exact or not (config.engine.cuda_graphs and is_single_device):
         return 0
-    return min(RECORDED_ROWS, max(1.0, _RECORDED_SHARE * config.engine.max_rows))
+    return max(1.0, most * min(1.0, config.engine.max_rows / _ROWS))
 
 
 class TransformerLayers(NamedTuple):

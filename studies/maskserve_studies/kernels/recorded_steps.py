@@ -10,7 +10,7 @@ and rows with tiles, are steps of their own.
     python scripts/bench recorded_steps --json docs/benchmarks/recorded-steps.json
 
 `replayed` is the share of steps that replay a graph, `long` that of steps so long that they are not
-recorded (`spec.mmdit.RECORDED_ROWS`), `sizes` the number of recorded steps, `pads`
+recorded (`spec.mmdit.recorded_rows`), `sizes` the number of recorded steps, `pads`
 the share of computed tokens that are pads (SDXL: of the FLOPs, with those of tiles), and `GiB` what
 the recorded steps hold, which share their memory: the activations of the longest, and the largest
 keys and values and inputs.
@@ -216,6 +216,8 @@ class FlowModel:
     """`FlowRowMaker.text_varies`."""
     keeps_text: bool = True
     """Whether the steps of a hit, but for refresh steps, leave out its text."""
+    longest: float = RECORDED_ROWS
+    """Dense rows whose tokens the longest recorded step has."""
 
     @property
     def tokens(self) -> int:
@@ -250,7 +252,7 @@ class FlowModel:
     def step(self, rows: Sequence[Row], schedule: Schedule, hit: bool) -> StepSizes:
         passes = [one for row in rows for one in self.passes_of(row, schedule, hit)]
         count, key = sum(one.text + one.image for one in passes), self.key_of(passes)
-        if count > RECORDED_ROWS * max(one.keys for one in passes):
+        if count > self.longest * max(one.keys for one in passes):
             return StepSizes(())
         pads = key.text + key.image - count if isinstance(key, Sizes) else 0
         slices = max(row.slices for row in rows)
@@ -442,6 +444,7 @@ FLOWS = {
         widths=9.9,
         text_varies=True,
         keeps_text=False,
+        longest=qwen_image.RECORDED_ROWS,
     ),
 }
 _FILL = partial(Schedule.by_stride, stride=REFRESH_STRIDES[FILL], power=1.5, growth=1.0)
@@ -465,6 +468,7 @@ MODELS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it, too")
+    parser.add_argument("--seed", type=int, default=0, help="of masks, prompts and arrivals")
     parser.add_argument("--model", default="", metavar="PATTERN", help="only models of such names")
     args = parser.parse_args()
     results = []
@@ -474,7 +478,7 @@ def main() -> int:
         if (hit and not model.hits) or not re.search(args.model, name):
             continue
         for clients, steps in model.cases:
-            figures = simulate(model, clients, steps, hit=hit)
+            figures = simulate(model, clients, steps, hit=hit, seed=args.seed)
             edits = "hits" if hit else "first edits"
             about = {"model": name, "edits": edits, "clients": clients, "steps": steps}
             results.append({**about, **figures})

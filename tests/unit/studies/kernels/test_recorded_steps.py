@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 
 from maskserve_studies.kernels.fake_cuda import FakeCuda
@@ -18,17 +20,17 @@ PRESETS = {
 
 @pytest.mark.parametrize(("steps", "least"), [(28, 0.9), (8, 0.75)])
 @pytest.mark.parametrize("name", PRESETS)
-def test_four_clients_steps_replay_or_are_long(name: str, steps: int, least: float) -> None:
-    """The share is that of the steps that are short enough to be recorded. These hold at most 2
-    GiB, and pads are at most a tenth of their tokens.
+def test_the_steps_of_four_clients_replay(name: str, steps: int, least: float) -> None:
+    """On average of arrivals. Recorded steps hold at most 2 GiB, and pads are at most a tenth of
+    the tokens.
     """
     model = MODELS[name]
     for clients in (1, 4):
         for hit in (False, True)[: 1 + model.hits]:
-            figures = simulate(model, clients, steps, hit=hit)
-            assert figures["replayed"] >= least * (1 - figures["long"])
-            assert figures["pads"] <= 0.1
-            assert figures["gib"] <= 2.0
+            runs = [simulate(model, clients, steps, hit=hit, seed=seed) for seed in range(5)]
+            assert fmean(run["replayed"] for run in runs) >= least
+            assert fmean(run["pads"] for run in runs) <= 0.1
+            assert max(run["gib"] for run in runs) <= 2.0
 
 
 @pytest.mark.parametrize("name", PRESETS)
