@@ -38,6 +38,8 @@ from maskserve_engine.stages.vae_pieces import (
 
 RECORDED_PROMPTS = 2
 """Most prompts of a recorded call; those of a longer one keep the device busy."""
+RECORDED_LENGTHS = 64
+"""Recorded calls for prompts of any length have a multiple of so many tokens."""
 RIM = 1
 """Width, in latents, of a piece's rim, which lacks too much of its surroundings to be used."""
 

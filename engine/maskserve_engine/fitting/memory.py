@@ -19,7 +19,7 @@ from maskserve_common.liveness import signed_in
 from maskserve_engine.adapters.lora_loader import estimated_bytes
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.families.encoder import RECORDED_PROMPTS
+from maskserve_engine.families.encoder import RECORDED_LENGTHS, RECORDED_PROMPTS
 from maskserve_engine.families.specs import control_work, recorded_rows
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.flops import ModelWork
@@ -419,19 +419,25 @@ def recorded_text_bytes(config: Config, spec: ModelSpec) -> int:
     """Return the bytes that a recorded text encoder keeps; 0: none is recorded.
 
     In a T5 four tensors of each width are alive at once beside the position bias, or three of the
-    bias while it is computed. In a decoder all layers' states are, their stack, three tensors of a
-    feed-forward's width, the mask, and the angles of positions.
+    bias while it is computed. In a decoder all kept layers' states are, their stack, three tensors
+    of a feed-forward's width, the mask, and the angles of positions; and the answers of all
+    lengths.
     """
     if not (spec.recorded_text and config.engine.cuda_graphs) or config.model.t5_offload:
         return 0
     shape = read_json(Path(config.model.path) / spec.recorded_text / "config.json")
-    length = config.model.max_sequence_length
+    length, lengths = config.model.max_sequence_length, 0
+    if spec.template_tokens:
+        lengths = -(-(length + spec.template_tokens) // RECORDED_LENGTHS)
+        length = lengths * RECORDED_LENGTHS
     tokens = RECORDED_PROMPTS * length
     if spec.text_layers:
         shape = shape.get("text_config", shape)
         states = (spec.text_layers + 2) * int(shape["hidden_size"])
         head = int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
         values = tokens * (states + 3 * int(shape["intermediate_size"]) + length + 2 * head)
+        answered = sum(range(1, RECORDED_PROMPTS + 1)) * sum(range(1, lengths + 1))
+        values += answered * RECORDED_LENGTHS * int(shape["hidden_size"])
     else:
         bias = int(shape["num_heads"]) * length**2
         widths = int(shape["d_model"]) + int(shape["d_ff"])

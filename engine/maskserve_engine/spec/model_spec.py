@@ -232,8 +232,10 @@ class ModelSpec:
     recorded_text: str = ""
     """Folder of the text encoder whose calls are CUDA graphs; empty: there is none."""
     text_layers: int = 0
-    """Layers that this text encoder runs, all of whose states it keeps; 0: it is a T5, which keeps
-    the last ones."""
+    """Layers of this text encoder whose states it keeps, of a decoder; 0: it is a T5."""
+    template_tokens: int = 0
+    """Tokens that its prompts, of any length, have beside those that the configuration limits; 0:
+    all have one length."""
     encoder_picture: EncoderPicture | None = None
     """Part of the source that its text encoder sees, if any; each prompt is then
     about a picture.

@@ -6,17 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import Conditioning
-from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
+from maskserve_engine.families.encoder import (
+    RECORDED_LENGTHS,
+    OneTextEncoder,
+    TextEncoder,
+    to_numpy,
+)
 from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
@@ -24,6 +32,47 @@ from maskserve_engine.stages.loader import load_plain
 _PLACE, _FILM = "<|image_pad|>", "<|video_pad|>"
 """Tokens that stand for a picture, or a film, in a template; each is expanded to the picture's
 number of tokens."""
+
+
+class LastStates:
+    """Stands for a Qwen2.5-VL in the pipeline's function, which reads its last states: no logits
+    are computed. A call without a picture may be recorded, padded to few lengths: states do not
+    depend on tokens behind them.
+    """
+
+    def __init__(self, text: TextEncoder) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text.model, name)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        output_hidden_states: bool = True,
+        **picture: Tensor,
+    ) -> Any:
+        inputs, states_of = torch.stack((input_ids, attention_mask)), self.states_of
+        if picture:
+            states = self._text.model.model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **picture
+            ).last_hidden_state
+        elif self._text.graphs is None:
+            states = states_of(inputs)
+        else:
+            length = inputs.shape[-1]
+            inputs = F.pad(inputs, (0, -length % RECORDED_LENGTHS))
+            states = self._text.answer(states_of, inputs)[:, :length]
+        return SimpleNamespace(hidden_states=(states,))
+
+    def states_of(self, inputs: Tensor) -> Tensor:
+        """Return [prompts, T, width] from token ids and mask [2, prompts, T]."""
+        ids, mask = inputs.unbind()
+        states: Tensor = self._text.model.model(
+            input_ids=ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        return states
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +91,7 @@ class TemplateEncoder(TextEncoder):
             scheduler=None, vae=None, transformer=None, text_encoder=text.model,
             tokenizer=text.tokenizer, **parts,
         )  # fmt: skip
+        prompt_pipeline.text_encoder = LastStates(text)
         return cls(text.tokenizer, text.model, text.length, prompt_pipeline)
 
     def read_of(self, prompt: str) -> TokensRead:
@@ -70,13 +120,18 @@ class QwenImageEncoder(OneTextEncoder):
     def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from diffusers import QwenImageInpaintPipeline
 
-        return TemplateEncoder.of(text_of(config), QwenImageInpaintPipeline)
+        text = text_of(config)
+        text = text.recorded() if config.engine.cuda_graphs else text
+        encoder = TemplateEncoder.of(text, QwenImageInpaintPipeline)
+        # What is behind would be computed and cut; no state depends on it.
+        encoder.pipeline.tokenizer_max_length = text.length
+        return encoder
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, width] of each prompt, without padding."""
         with torch.inference_mode():
             states, mask = self.text.pipeline.encode_prompt(
-                list(prompts), max_sequence_length=self.text.length
+                list(prompts), self.text.model.device, max_sequence_length=self.text.length
             )
         lengths = [states.shape[1]] * len(states) if mask is None else mask.sum(1).tolist()
         return [
@@ -119,7 +174,7 @@ class QwenImageEditEncoder(OneTextEncoder):
         images = [self.resized(pixels) for pixels in pictures]
         with torch.inference_mode():
             [states], _ = self.text.pipeline.encode_prompt(
-                prompt, images if len(images) > 1 else images[0]
+                prompt, images if len(images) > 1 else images[0], self.text.model.device
             )
         used_tokens = len(states) - self.text.read_of(prompt).cut
         return {"prompt_embeds": to_numpy(states[:used_tokens])}

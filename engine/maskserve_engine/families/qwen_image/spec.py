@@ -53,6 +53,8 @@ CONTROL = ControlNetSpec(
     equal=("num_attention_heads", "attention_head_dim", "joint_attention_dim", "axes_dims_rope"),
     mask="extra_condition_channels",
 )
+_TEMPLATE = 34
+"""Tokens of the template before a prompt, which the pipeline drops."""
 RECORDED_ROWS = 3.8
 """Dense rows whose tokens the longest recorded step has: half of the steps of an edit with eight
 steps compute all tokens.
@@ -90,6 +92,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         keeps_placed=True,
         padded_to=1,
         encoder_picture=shown_spec,
+        recorded_text="" if semantics.reference else "text_encoder",
+        text_layers=2,  # the embedded tokens, and the last ones
+        template_tokens=_TEMPLATE,
         least_steps=least_steps(sampler),
     )
 

@@ -14,7 +14,15 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from msgspec import structs
-from transformers import Qwen3Config, Qwen3Model, T5Config, T5EncoderModel, masking_utils
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+    masking_utils,
+)
 
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.published_models import T5_XXL
@@ -34,6 +42,7 @@ from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.flux.spec import control_work as flux_control_work
 from maskserve_engine.families.flux2.encode import LayerStates
 from maskserve_engine.families.mmdit import controlled
+from maskserve_engine.families.qwen_image.encode import LastStates
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.specs import load_spec, recorded_rows
 from maskserve_engine.families.unet.spec import control_work as unet_control_work
@@ -537,6 +546,34 @@ def test_a_recorded_qwen3_keeps_no_more_than_was_counted(
     spec = replace(FILL_SPEC, recorded_text="text_encoder", text_layers=4)
     counted = memory.recorded_text_bytes(config, spec)
     assert 0.95 * counted <= live.peak <= counted
+
+
+def test_recorded_calls_of_a_qwen_vl_keep_no_more_than_was_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of Qwen-Image in bfloat16, with fewer layers: the longest call, and all answers."""
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: True)  # as it is recorded
+    folder = CHECKOUT / "assets" / "models" / "qwen-image-shapes"
+    shape = read_json(folder / "text_encoder" / "config.json")
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "text_encoder" / "config.json").write_text(json.dumps(shape))
+    about = Qwen2_5_VLConfig(**shape)
+    about.text_config.num_hidden_layers = 3
+    about.text_config.layer_types = about.text_config.layer_types[:3]
+    about.vision_config.depth = 1
+    length, lengths, answers = 512, range(64, 577, 64), 0
+    with torch.device("meta"), torch.inference_mode():
+        model = Qwen2_5_VLForConditionalGeneration(about).bfloat16().eval()
+        text = TextEncoder(None, model, length)
+        for tokens in lengths:
+            for prompts in range(1, RECORDED_PROMPTS + 1):
+                inputs = torch.empty(2, prompts, tokens, dtype=torch.long)
+                with LiveBytes("meta") as live:
+                    answers += text.answer(LastStates(text).states_of, inputs).nbytes
+    config = config_of(tmp_path, model={"dtype": "bfloat16", "max_sequence_length": length})
+    facts = replace(FILL_SPEC, recorded_text="text_encoder", text_layers=2, template_tokens=34)
+    counted = memory.recorded_text_bytes(config, facts)
+    assert 0.9 * counted <= live.peak + answers <= counted
 
 
 def test_two_pictures_are_counted_where_they_share_a_call(
