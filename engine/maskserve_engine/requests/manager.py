@@ -375,8 +375,10 @@ class RequestManager:
             return  # its row was parked
         try:
             edit.times.admitted = time.monotonic()
-            report = self._rows.make(edit)
+            steps, report = edit.work.steps, self._rows.make(edit)
             edit.running = True
+            if edit.level is not None:
+                self._table.reprice(edit, fewer=steps - edit.work.steps)
             if edit.job.request.settings.insists and not report.complete:
                 self._readmit(edit)
             elif self.primings is not None:

@@ -606,10 +606,12 @@ class RequestTable:
         edit.times.queued = time.monotonic()
         self.edits[edit.request_id] = edit
 
-    def reprice(self, edit: RequestState) -> None:
-        """Tell the scheduler the work that is left of a running edit."""
+    def reprice(self, edit: RequestState, fewer: int = 0) -> None:
+        """Tell the scheduler the work that is left of a running edit, which takes `fewer` steps
+        less than it was queued with.
+        """
         edit.seconds, edit.shared = self._step_seconds(edit)
-        self.scheduler.reprice(edit.make_ticket())
+        self.scheduler.reprice(edit.make_ticket(), fewer)
 
     def wait(self, edit: RequestState, resources: Sequence[Resource]) -> None:
         """Let an edit wait until these resources are ready.

@@ -77,8 +77,8 @@ class Spread:
         self._schedulers[self._device[request_id]].finish(request_id)
         del self._device[request_id], self._steps_taken[request_id]
 
-    def reprice(self, ticket: Ticket) -> None:
-        self._schedulers[self._device[ticket.request_id]].reprice(ticket)
+    def reprice(self, ticket: Ticket, fewer: int = 0) -> None:
+        self._schedulers[self._device[ticket.request_id]].reprice(ticket, fewer)
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide for each device alone, as soon as its step has ended."""

@@ -91,10 +91,13 @@ class Ticket:
         object.__setattr__(self, "work", work)
         object.__setattr__(self, "seconds_alone", work + self.shared)
 
-    def repriced(self, ticket: Ticket) -> Ticket:
-        """Return this ticket with the tokens, cost and seconds of a step of another."""
+    def repriced(self, ticket: Ticket, fewer: int = 0) -> Ticket:
+        """Return this ticket with the tokens, cost and seconds of a step of another, and `fewer`
+        steps less.
+        """
         return replace(
             self,
+            steps=self.steps - fewer,
             active_tokens=ticket.active_tokens,
             cost=ticket.cost,
             seconds=ticket.seconds,
@@ -193,9 +196,13 @@ class SchedulingPolicy(Protocol):
         """
         ...
 
-    def reprice(self, ticket: Ticket) -> None:
+    def reprice(self, ticket: Ticket, fewer: int = 0) -> None:
         """Give the row of this name the ticket's prices (`Ticket.repriced`): the work that is left
         of it differs from what was expected.
+
+        Args:
+            ticket: ticket with the prices; its steps do not count.
+            fewer: steps that the row takes less than its own ticket says.
 
         Raises:
             KeyError: no row of that name runs.
@@ -373,7 +380,7 @@ class FairSteps:
 
     def reprice(self, before: Ticket, after: Ticket) -> None:
         if before.seconds_alone:
-            change = after.seconds_alone / before.seconds_alone
+            change = after.seconds_alone / before.seconds_alone * after.steps / before.steps
             self._bursts[after.key].left[after.request_id] *= change
 
     def next(self, live: Sequence[Ticket], now: float) -> str | None:
@@ -557,9 +564,9 @@ class StepScheduler:
             raise KeyError(request_id)
         self._remove(request_id)
 
-    def reprice(self, ticket: Ticket) -> None:
+    def reprice(self, ticket: Ticket, fewer: int = 0) -> None:
         rows = self._background if ticket.background else self._live
-        repriced = rows[ticket.request_id].repriced(ticket)
+        repriced = rows[ticket.request_id].repriced(ticket, fewer)
         number, _ = self._tickets[ticket.request_id]
         if not ticket.background:
             self._fair_steps.reprice(rows[ticket.request_id], repriced)

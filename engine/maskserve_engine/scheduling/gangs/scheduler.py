@@ -83,10 +83,11 @@ class GangScheduler:
     def finish(self, request_id: str) -> None:
         self._waiting.free(self._works.pop(request_id).ticket)
 
-    def reprice(self, ticket: Ticket) -> None:
+    def reprice(self, ticket: Ticket, fewer: int = 0) -> None:
         work = self._works[ticket.request_id]
-        seconds = self._of_all_degrees(ticket.seconds)
-        before, work.ticket = work.ticket, work.ticket.repriced(replace(ticket, seconds=seconds))
+        ticket = replace(ticket, seconds=self._of_all_degrees(ticket.seconds))
+        before, work.ticket = work.ticket, work.ticket.repriced(ticket, fewer)
+        work.remaining -= fewer
         for active_run in self._running:
             rows = [work.ticket if row is before else row for row in active_run.run.rows]
             active_run.run = replace(active_run.run, rows=tuple(rows))

@@ -70,7 +70,7 @@ class OneByOne:
             raise KeyError(request_id)
         self.cancel(request_id)
 
-    def reprice(self, ticket: Ticket) -> None:
+    def reprice(self, ticket: Ticket, fewer: int = 0) -> None:
         """Prices decide nothing."""
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:

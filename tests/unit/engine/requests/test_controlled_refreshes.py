@@ -219,8 +219,8 @@ def test_after_its_last_error_its_ticket_has_the_tokens_of_its_steps_left(
     repriced, scheduler = list[tuple[int, int, Ticket]](), engine.manager.scheduler
     reprice = scheduler.reprice
 
-    def recorded(ticket: Ticket) -> None:
-        reprice(ticket)
+    def recorded(ticket: Ticket, fewer: int = 0) -> None:
+        reprice(ticket, fewer)
         [row], [state] = scheduler.running, engine.manager.edits.values()
         repriced.append((state.tally.done, state.tally.computed_tokens, row))
 

@@ -325,6 +325,29 @@ def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     assert final.meta["mask_ring"] == ring
 
 
+def test_the_scheduler_counts_a_late_edit_at_its_level(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ticket has the tokens and the steps of the row that it gets."""
+    options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
+    one = small(job(encoder, 6, "primes", **options))
+    edit(engine, one)
+    judge_by(engine, DueTimes(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
+    scheduler, tickets = engine.manager.scheduler, list[Ticket]()
+    reprice = scheduler.reprice
+
+    def recorded(ticket: Ticket, fewer: int = 0) -> None:
+        reprice(ticket, fewer)
+        tickets.extend(scheduler.running)
+
+    monkeypatch.setattr(scheduler, "reprice", recorded)
+    level = LEVELS[FILL, "cached"][0]
+    meta = edit(engine, elastic(one, level.psnr, due_ms=1)).meta
+    [ticket] = tickets
+    assert (ticket.active_tokens, ticket.steps) == (meta["active_tokens"], meta["steps"])
+    assert meta["mask_ring"] == level.ring
+
+
 @pytest.fixture
 def anchoring(tiny_fill: Path, encoder: Encoder) -> Any:
     """An engine whose edits without a template have refresh steps."""

@@ -166,6 +166,22 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
     assert not ended & cancelled
 
 
+@pytest.mark.parametrize(("fewer", "degree"), [(0, 2), (6, 1)])
+def test_a_row_with_fewer_steps_needs_fewer_devices_to_be_in_time(fewer: int, degree: int) -> None:
+    """One whose row is made with fewer steps than it was queued with."""
+    scheduler = deadline()
+    scheduler.submit(ticket("urgent", 10, due=2.5))
+    for name in "abc":
+        scheduler.submit(ticket(name, 10, due=100.0))
+    scheduler.schedule(0.0)
+    scheduler.reprice(ticket("urgent", 1), fewer)
+    [steps] = [row.steps for row in scheduler.running if row.request_id == "urgent"]
+    assert steps == 10 - fewer
+    runs = scheduler.schedule(0.25).runs
+    [run] = [run for run in runs if run.rows[0].request_id == "urgent"]
+    assert len(run.devices) == degree
+
+
 def test_a_round_that_has_not_ended_is_asked_for_again() -> None:
     scheduler = GangScheduler(Rounds(4, 1.0), 4, 8, 8)
     scheduler.submit(ticket("a", 2))

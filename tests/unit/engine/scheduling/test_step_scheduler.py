@@ -484,16 +484,18 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 self.scheduler.finish(name)
 
-    @rule(name=tickets, active=st.integers(1, FULL), cost=st.floats(0.0, 9.0))
-    def reprice(self, name: str, active: int, cost: float) -> None:
+    @rule(name=tickets, active=st.integers(1, FULL), cost=st.floats(0.0, 9.0), fewer=st.booleans())
+    def reprice(self, name: str, active: int, cost: float, *, fewer: bool) -> None:
         if name not in self.running:
             with pytest.raises(KeyError):
                 self.scheduler.reprice(ticket(name))
             return
         before = self.running[name]
-        self.running[name] = replace(before, active_tokens=active, cost=cost)
+        steps = before.steps - (fewer and before.steps > 1)
+        self.running[name] = replace(before, steps=steps, active_tokens=active, cost=cost)
         # Only prices count.
-        self.scheduler.reprice(replace(self.running[name], steps=99, arrival=9e9, deadline=None))
+        prices = replace(self.running[name], steps=99, arrival=9e9, deadline=None)
+        self.scheduler.reprice(prices, before.steps - steps)
 
     @rule(passed=st.floats(0.0, 5.0))
     def step(self, passed: float) -> None:
