@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from maskserve_common.config import Config, Stage
 from maskserve_common.config_file import read_json
@@ -31,10 +31,25 @@ def load_vae(config: Config, spec: ModelSpec, stage: Stage = "encoder") -> Any:
     vae = load_part(config, "vae", getattr(diffusers, spec.latents.vae))
     if in_tiles(config, spec):
         vae.enable_tiling()
-    if not spec.latents.frames:
+    if spec.latents.frames:
+        _cut_to_one_frame(vae)
+    else:
         vae.to(memory_format=torch.channels_last)  # as oneDNN and tensor cores take their maps
     dtype = vae_dtype(config, spec, stage)
     return vae if vae.dtype == dtype else vae.to(dtype)
+
+
+def _cut_to_one_frame(vae: Any) -> None:
+    """Leave the frames before a picture, which are zeros, out of a VAE's causal convolutions: two
+    thirds of their products. No map is kept for a next frame.
+    """
+    vae.clear_cache = lambda: None
+    vae._feat_map = vae._enc_feat_map = None
+    films: list[Any] = [module for module in vae.modules() if isinstance(module, nn.Conv3d)]
+    for conv in films:
+        *sides, before, _ = conv._padding
+        conv.weight = nn.Parameter(conv.weight[:, :, before:].contiguous(), requires_grad=False)
+        conv._padding = (*sides, 0, 0)
 
 
 def vae_dtype(config: Config, spec: ModelSpec, stage: Stage) -> torch.dtype:
