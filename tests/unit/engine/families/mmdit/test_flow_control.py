@@ -33,6 +33,7 @@ from tests.support.cached_rows import KINDS, Primed, assert_equal, cached, resul
 from tests.support.draws import fresh_rng
 from tests.support.family_cases import FamilyModel
 from tests.support.net_rows import NetCase, NetModel, encoded_to_the_mean
+from tests.support.refresh_rows import FirstEdits, plan
 from tests.support.replayed import Replayed, attend_on_a_cpu
 
 _SD3 = "StableDiffusion3ControlNetPipeline"
@@ -444,28 +445,36 @@ def test_a_mixed_batch_is_as_each_row_alone(model: NetModel) -> None:
 def test_recorded_steps_add_the_residuals_of_every_pass(
     model: NetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits with nets, guided and not, alone and beside a dense row without any. In the second round
-    most steps were recorded in the first.
+    """Hits and a first edit with nets, guided and not, alone and beside a dense row without any. In
+    the second round most steps were recorded in the first.
     """
     attend_on_a_cpu(monkeypatch)
     rng, adapter, capture = fresh_rng(), model.adapter, Replayed()
     monkeypatch.setattr(adapter._preparation, "_buckets", True)
-    edits = [model.edit(rng, **settings) for settings in (model.guided(rng), {}, model.guided(rng))]
+    first = {**model.guided(rng), "num_inference_steps": 6, "strength": 1.0}
+    edits = [
+        model.edit(rng, **settings)
+        for settings in (model.guided(rng), {}, model.guided(rng), first)
+    ]
     jobs = [
         model.job(rng, edit, *nets)
-        for edit, nets in zip(edits, (("plain",), ("deep",), ()), strict=True)
+        for edit, nets in zip(edits, (("plain",), ("deep",), (), ("deep",)), strict=True)
     ]
+    schedule = plan(0, 3, text=adapter.spec.refresh.leaves_text)
     primed = [Primed(adapter, model.plain.encoder, job) for job in jobs[:2]]
 
     def latents() -> list[NDArray[np.float32]]:
         arrays = []
-        for batch in ([0], [0, 1, 2], [2, 1]):
-            rows: list[Any] = [
-                cached(model.replay, jobs[i], primed[i]) if i < 2 else adapter.dense_row(jobs[i])
-                for i in batch
-            ]
-            rows = [model.controlled(row, jobs[i], 2) for i, row in zip(batch, rows, strict=True)]
-            run(model.replay, rows, "kv")
+        for batch in ([0], [0, 1, 2], [2, 1], [3], [2, 3, 1]):
+            replay, rows = FirstEdits(adapter), list[Any]()
+            for i in batch:
+                if i == 3:
+                    rows.append(replay.first_edit(jobs[i], schedule))
+                    adapter.control(rows[-1], jobs[i], model.nets)
+                    continue
+                row = cached(replay, jobs[i], primed[i]) if i < 2 else adapter.dense_row(jobs[i])
+                rows.append(model.controlled(row, jobs[i], 2))
+            run(replay, rows, "kv")
             arrays += [row.result().array() for row in rows]
         return arrays
 
