@@ -1005,8 +1005,8 @@ MUTATIONS = (
     Mutation(
         "a step cache beside a template keeps its host memory",
         "engine/maskserve_engine/loop/local_executor.py",
-        "for one in (self.reader, self.step_caches, self.nets) if one is not None]",
-        "for one in (self.reader, self.nets) if one is not None]",
+        "for reader in (self.reader, self.step_caches, self.nets) if",
+        "for reader in (self.reader, self.nets) if",
         f"{_HOST_ROWS}::test_a_cache_beside_a_template_gives_the_same_picture_in_host_memory",
     ),
     Mutation(

@@ -84,10 +84,10 @@ class DenoiserFrontend:
         edit = EditRequest.from_json(raw)
         job = self._job(edit, request)
         encoded = EncodeReport.from_json(read_bytes(self._api, request, "ENCODED"))
-        carried = self._array(request, "CONTEXT", np.uint8, 1)
+        context = self._array(request, "CONTEXT", np.uint8, 1)
         key = parameters(request).get(ACKS, "")
         events = self._flow(answer, key) if key else answer
-        sink = self._sink(edit, received, encoded, carried, events, parent_of(request))
+        sink = self._sink(edit, received, encoded, context, events, parent_of(request))
         try:
             self._engine.submit(job, sink)
         except Exception:
@@ -139,24 +139,24 @@ class DenoiserFrontend:
         edit: EditRequest,
         received: float,
         encoded: EncodeReport,
-        carried: NDArray[np.uint8],
+        context: NDArray[np.uint8],
         events: Answer | FlowControl,
         parent: str,
     ) -> Sink:
         """Return a sink that sends a job's events, and records its spans below `parent` at the end.
         Every image carries the context that postprocess needs.
         """
-        new = self._history.new_of(edit)
+        new_inputs = self._history.new_of(edit)
 
         def sink(event: EngineEvent) -> None:
             match event:
                 case ProgressEvent(step, steps):
                     meta = event_meta("progress", step, steps, edit.request_id)
-                    nothing = {"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING}
-                    events.event("progress", nothing)
+                    outputs = {"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING}
+                    events.event("progress", outputs)
                 case PreviewEvent(step, steps, latents):
                     meta = event_meta("preview", step, steps, edit.request_id)
-                    outputs = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
+                    outputs = {"LATENTS": latents, "META": meta, "CONTEXT": context}
                     events.event("preview", outputs)
                 case FinalEvent(latents, engine_meta, timeline):
                     taken_ms = {"encode": encoded.ms}
@@ -164,10 +164,10 @@ class DenoiserFrontend:
                         taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
                     warnings = (*edit.warnings, *encoded.warnings)
                     meta_fields = {**encoded.meta, "warnings": warnings, **engine_meta}
-                    if new:
-                        meta_fields[NEW] = new
+                    if new_inputs:
+                        meta_fields[NEW] = new_inputs
                     meta = final_meta(edit, self._config.worker, self._model, meta_fields, taken_ms)
-                    events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
+                    events.finish({"LATENTS": latents, "META": meta, "CONTEXT": context})
                     self._record(parent, received, timeline, None)
                 case Failed(error, timeline):
                     meta = failed_meta(error, edit.request_id)

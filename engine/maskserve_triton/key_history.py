@@ -33,21 +33,21 @@ class KeyHistory:
             return []
         texts = repr((edit.prompt, settings.negative_prompt)).encode()
         digest = hashlib.blake2b(texts, digest_size=16).hexdigest()
-        new = [] if self._add((scope, PROMPT, digest)) else [PROMPT]
-        references = [
+        new_inputs = [] if self._add((scope, PROMPT, digest)) else [PROMPT]
+        reference_uses = [
             self._add((scope, REFERENCES, reference.pixels_id)) for reference in edit.references
         ]
-        new += [] if all(references) else [REFERENCES]
+        new_inputs += [] if all(reference_uses) else [REFERENCES]
         if not edit.template_id:
-            return new
-        templates = self._add((scope, TEMPLATE, edit.template_id))
+            return new_inputs
+        template_uses = self._add((scope, TEMPLATE, edit.template_id))
         if settings.template_id is None:
-            new += [] if templates else [TEMPLATE]
-            new += [CACHE] if templates < _PRIMED_AT else []
-        return new
+            new_inputs += [] if template_uses else [TEMPLATE]
+            new_inputs += [CACHE] if template_uses < _PRIMED_AT else []
+        return new_inputs
 
-    def _add(self, thing: tuple[str, ...]) -> int:
+    def _add(self, item: tuple[str, ...]) -> int:
         """Count a use, and return the number of those before it."""
-        previous = self._uses.get(thing) or 0
-        self._uses.put(thing, previous + 1)
+        previous = self._uses.get(item) or 0
+        self._uses.put(item, previous + 1)
         return previous

@@ -24,7 +24,7 @@ log = logging.getLogger("maskserve")
 _HEALTH_EVERY_S = 0.1
 _IDLE_S = 0.25
 # However long steps are, a cancel or a passed deadline is answered within this time.
-_SELDOM_S = 0.1
+_LONGEST_PAUSE_S = 0.1
 
 
 class Watcher:
@@ -91,10 +91,10 @@ class Watcher:
                 now_s = time.monotonic()
                 if now_s >= next_health:
                     next_health = now_s + _HEALTH_EVERY_S
-                    self._look_at_worker()
+                    self._check_worker()
                 self._answer_probes()
                 for call in self._calls.all():
-                    self._look_at(call, now_s)
+                    self._check_call(call, now_s)
                 self._withdrawals.repeat(now_s)
             except Exception as error:
                 log.error("watcher: %s", error, exc_info=error)
@@ -103,23 +103,23 @@ class Watcher:
     def _pause(self) -> None:
         if self._calls:
             # A row is freed between two steps: to look more often is no use and takes from them.
-            often = min(self._health.step_s, _SELDOM_S)
-            self._closing.wait(max(self._engine.watch_interval_s, often))
+            pause_s = min(self._health.step_s, _LONGEST_PAUSE_S)
+            self._closing.wait(max(self._engine.watch_interval_s, pause_s))
         else:
             self._wake.wait(_IDLE_S)
             self._wake.clear()
 
-    def _look_at_worker(self) -> None:
-        self._problem = self._health.problem() or self._look_at_traffic()
+    def _check_worker(self) -> None:
+        self._problem = self._health.problem() or self._check_traffic()
         if self._problem is not None:
             self._calls.fail_all(self._problem)
 
-    def _look_at_traffic(self) -> MaskserveError | None:
+    def _check_traffic(self) -> MaskserveError | None:
         limit_s = max(self._engine.stuck_timeout_s, self._health.silence_limit_s)
         self._stuck = self._traffic.stuck(self._calls.all(), self._health.in_engine, limit_s)
         return self._stuck
 
-    def _look_at(self, call: Call, now: float) -> None:
+    def _check_call(self, call: Call, now: float) -> None:
         if call.request_id in self._health.in_engine:
             if not call.last_event:
                 self._traffic.record_arrival()
@@ -128,8 +128,8 @@ class Watcher:
             self._withdrawals.withdraw(call, Cancelled("the client cancelled the request"))
         elif call.too_late(now) and not call.answer.done:
             limit = call.edit.settings.deadline_ms
-            late = f"{call.limit_name}: {limit} ms passed before the edit was done"
-            self._withdrawals.withdraw(call, DeadlineExceeded(late))
+            message = f"{call.limit_name}: {limit} ms passed before the edit was done"
+            self._withdrawals.withdraw(call, DeadlineExceeded(message))
         elif call.last_event and now - call.last_event > self._lost_s:
             # TRITON-2.51: an ensemble never ends in which a step fails while others are under way.
             call.answer.fail(EngineFailed("the edit was lost on its way back from the engine"))

@@ -94,7 +94,7 @@ class Transformer(Protocol):
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        carried: Any,
+        pre_inputs: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         """Compute the part of a block before attention.
@@ -105,7 +105,7 @@ class Transformer(Protocol):
             image: [N_image, width], image stream; or [N, width] in row order.
             packing: layout of the rows.
             cis: [N, head_dim / 2] complex rotary factors in row order.
-            carried: third result of `post` of the previous block; None: it returned nothing.
+            pre_inputs: third result of `post` of the previous block; None: it returned nothing.
             room: [N or more, 3 · width] buffer for queries, keys and values of a lone row, if
                 `writes`; None: allocate.
 
@@ -121,7 +121,7 @@ class Transformer(Protocol):
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        carried: Any,
+        post_inputs: Any,
         packing: Packing,
         *,
         continues: bool,
@@ -135,7 +135,7 @@ class Transformer(Protocol):
             text: the stream that `pre` was given.
             image: the stream that `pre` was given.
             attended: [N, width] output of attention, in row order.
-            carried: third result of `pre`.
+            post_inputs: third result of `pre`.
             packing: layout of the rows.
             continues: whether the next block receives these streams unchanged.
             image_alone: whether to compute only the image tokens of a lone row.
@@ -222,9 +222,10 @@ class State:
         self.packed: Packed
         self._use_packing_of(packed.alone if model.alone else packed)
         self.whole = packed
-        self.carried: tuple[int, Tensor] | None = None
+        # cached tokens' hidden states after the last dense block, and the block that reads them
+        self.dense_hidden: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
-        self.block_state: Any = None  # passed from the last block to the next one
+        self.pre_inputs: Any = None  # third result of the last block's `post`
         self.room: Tensor | None = None  # buffer with the present block's keys and values
         self.by_mode = False  # whether tokens of the present block attend to their mode alone
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
@@ -285,11 +286,11 @@ class State:
         if fill is not None and self.model.writes[number]:
             self.room = self.room_for()
         capture = self.capture(number) if self.packed.primes else None
-        streams, ahead = (self.text, self.image), self.block_state
-        self.block_state = None
-        pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
+        streams, pre_inputs = (self.text, self.image), self.pre_inputs
+        self.pre_inputs = None
+        pre = self.model.pre(number, *streams, self.packing, self.cis, pre_inputs, self.room)
         qk, v, post_inputs = pre
-        del pre, ahead
+        del pre, pre_inputs
         reads = [] if self.pictures is None else list(self._read_pictures(number, qk))
         inputs = [self.attend(qk, v, self.packing, fill, capture), post_inputs]
         self.room = None
@@ -297,7 +298,7 @@ class State:
         del qk, v, post_inputs
         # No layer reads the text after the last block. (With several rows it lies between images.)
         image_only = self.joined and self.packing.in_front and number + 1 == self.model.block_count
-        *behind, self.block_state = self.model.post(
+        *streams_after, self.pre_inputs = self.model.post(
             number,
             streams[0],
             streams[1],
@@ -309,8 +310,8 @@ class State:
         )
         self.joined = self.joined and not image_only
         for (begin, end), read in reads:
-            behind[1][begin:end] += read
-        return behind[0], behind[1]
+            streams_after[1][begin:end] += read
+        return streams_after[0], streams_after[1]
 
     def _read_pictures(self, number: int, qk: Tensor) -> Iterator[tuple[Span, Tensor]]:
         """Yield the spans, in the image stream of a double block, of the rows with an IP-Adapter,
@@ -394,7 +395,7 @@ class State:
         else:
             # The last dense block's hidden states are nearer to the edit than an entry, and need no
             # load.
-            self.carried = (index, self.layout.cached_of(self.image, rows=self.joined))
+            self.dense_hidden = (index, self.layout.cached_of(self.image, rows=self.joined))
             self.image = self.layout.restrict(self.image, rows=self.joined)
             self.packing, self.cis = self.layout.narrow, self.packed.cis
         self.wide = dense
@@ -407,8 +408,8 @@ class State:
             tokens = self.launcher.empty(self.image, (count, self.packed.tokens.shape[1]))
             self.launcher.between(partial(_take_cached, tokens), self.packed)
             return self.model.embed(tokens, self.layout.cached_stream)
-        if self.carried is not None and self.carried[0] == index:
-            return self.carried[1]
+        if self.dense_hidden is not None and self.dense_hidden[0] == index:
+            return self.dense_hidden[1]
         hidden = self.launcher.empty(self.image, (count, self.image.shape[1]))
         self._place(index, "h", (hidden,), self.layout.cached_slots)
         return hidden

@@ -213,20 +213,20 @@ class Packing:
 
     def scatter_computed(self, computed: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
         """Write the computed tokens' keys and values [N, …] to their slots."""
-        for source, of_all in zip(computed, keys, strict=True):
+        for source, all_keys in zip(computed, keys, strict=True):
             if self.core_in_keys is None:
-                of_all[: len(source)] = source
+                all_keys[: len(source)] = source
             else:
-                of_all.index_copy_(0, self.core_in_keys, source)
+                all_keys.index_copy_(0, self.core_in_keys, source)
 
     def scatter_inactive(self, inactive: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
         """Write the cached tokens' keys and values [M, …], packed by row, to their slots."""
-        for source, of_all in zip(inactive, keys, strict=True):
+        for source, all_keys in zip(inactive, keys, strict=True):
             if len(self.text) == 1:
                 begin = self.computed.q_spans[0][1]
-                of_all[begin : begin + len(source)] = source
+                all_keys[begin : begin + len(source)] = source
             else:
-                of_all.index_copy_(0, self.slots.to, source)
+                all_keys.index_copy_(0, self.slots.to, source)
 
 
 def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
@@ -267,7 +267,7 @@ def pack(
     sees_time_0: bool,
     varies: bool = False,
 ) -> Packing:
-    cached, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
+    cached, fixed_lengths = tuple(map(sum, parts)), tuple(map(sum, fixed))
     timeless = [0 if m else c for c, m in zip(context, cached, strict=True)]
     modes = Modes.of(text, image, cached, context, varies=varies) if sees_time_0 else None
     text_spans, image_spans = spans(text), spans(image)
@@ -282,7 +282,7 @@ def pack(
     inverse[order] = np.arange(len(order))
     is_single = len(text) == 1
     core = [t + i for t, i in zip(text, image, strict=True)]
-    keys = [c + r + f for c, r, f in zip(core, cached, further, strict=True)]
+    keys = [c + r + f for c, r, f in zip(core, cached, fixed_lengths, strict=True)]
     begins = [begin for begin, _ in spans(keys)]
     core_keys = [(b, b + c) for b, c in zip(begins, core, strict=True)]
 
@@ -295,8 +295,8 @@ def pack(
             ]
         )
 
-    at_rest = [b + c for b, c in zip(begins, core, strict=True)]
-    at_fixed = [b + r for b, r in zip(at_rest, cached, strict=True)]
+    cached_begins = [b + c for b, c in zip(begins, core, strict=True)]
+    fixed_begins = [b + r for b, r in zip(cached_begins, cached, strict=True)]
     return Packing(
         text=text,
         image=image,
@@ -311,8 +311,8 @@ def pack(
         computed=segments(core, core, varies=varies),
         all_keys=segments(core, keys, varies=varies),
         core_in_keys=None if is_single else torch.from_numpy(_positions(core_keys)),
-        slots=slots(at_rest, parts),
-        fixed_slots=slots(at_fixed, fixed),
+        slots=slots(cached_begins, parts),
+        fixed_slots=slots(fixed_begins, fixed),
         context=context,
         modes=modes,
     )
@@ -359,12 +359,12 @@ class SparseLayout:
 
     def widen(self, core: Tensor, cached: Tensor, *, rows: bool) -> Tensor:
         """Return the wide stream from the narrow one and the cached tokens' hidden states."""
-        to = self.widened
-        at_core = to.core_in_rows if rows else to.core_in_image
-        at_rest = to.cached_in_rows if rows else to.cached_in_image
-        wide = core.new_empty(len(at_core) + len(at_rest), core.shape[1])
+        widened = self.widened
+        at_core = widened.core_in_rows if rows else widened.core_in_image
+        at_cached = widened.cached_in_rows if rows else widened.cached_in_image
+        wide = core.new_empty(len(at_core) + len(at_cached), core.shape[1])
         wide.index_copy_(0, at_core, core)
-        wide.index_copy_(0, at_rest, cached)
+        wide.index_copy_(0, at_cached, cached)
         return wide
 
     def restrict(self, wide: Tensor, *, rows: bool) -> Tensor:

@@ -365,8 +365,8 @@ class CudaMover:
         return whole * self.rates.gathered < selected * self.rates.direct
 
     def joins(self, part: PartTensors, following: PartTensors) -> bool:
-        begin, middle = _place_of(part), _place_of(following)
-        return begin is not None and middle is not None and begin.stop == middle.start
+        place, next_place = _place_of(part), _place_of(following)
+        return place is not None and next_place is not None and place.stop == next_place.start
 
     def copy_run(self, run: Sequence[PartTensors], room: Block | None = None) -> list[Arrival]:
         first, last = _place_of(run[0]), _place_of(run[-1])
@@ -394,7 +394,7 @@ class CudaMover:
         copying = Copying(event, (arrived,))
         arrivals = []
         for parts in run:
-            coded = [one.viewed(view_of) for one in parts if isinstance(one, StoredCoded)]
+            coded = [tensor.viewed(view_of) for tensor in parts if isinstance(tensor, StoredCoded)]
             arrivals.append(Arrival(tuple(coded), copying))
         return arrivals
 

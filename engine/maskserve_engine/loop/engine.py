@@ -276,14 +276,14 @@ class Engine:
         if idle:
             self.executor.idle()
             self.runner.times.book()
-        rests_s = self.manager.next_decision - time.monotonic()  # what can begin has begun
-        waits = idle or self.executor.devices != ALL_FREE or 0.0 < rests_s < math.inf
+        pause_s = self.manager.next_decision - time.monotonic()  # what can begin has begun
+        waits = idle or self.executor.devices != ALL_FREE or 0.0 < pause_s < math.inf
         if not waits and self.inbox.empty():
             return
         if waits:  # a sign of life: steps of ranks, and their starts, take as long as they do
             self.publisher.publish(self.state)
         beat_s = self.config.engine.heartbeat_s
-        self.inbox.run(max(0.0, min(beat_s, rests_s)) if waits else 0.0)
+        self.inbox.run(max(0.0, min(beat_s, pause_s)) if waits else 0.0)
         self._check_cache()
 
     def _check_cache(self) -> None:

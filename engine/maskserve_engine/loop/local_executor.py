@@ -172,19 +172,19 @@ class LocalExecutor:
         for name in running:
             self.rows[name].read_references(self._adapter.blocks, step.number)
         handles = [*entries.values(), *self._request(step, entries)]
-        earlier = [len(handle.stalls) for handle in handles]
+        stall_counts = [len(handle.stalls) for handle in handles]
         failed: dict[str, EngineFailed] = {}
         lost: list[str] = []
         begin = mark(self._adapter.device)
         try:
             self._step_all(running, step, entries, lost, failed, exchange)
-            whole, self._failed_steps = True, 0
+            succeeded, self._failed_steps = True, 0
         except Exception:
             if exchange is not None:
                 raise
             _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
-            whole = False
-        if not whole:  # outside of `except`, whose error keeps the tensors of the failed step
+            succeeded = False
+        if not succeeded:  # outside of `except`, whose error keeps the tensors of the failed step
             self._step_alone(running, step, entries, failed)
         span = Span(begin, mark(self._adapter.device))
         row_steps = [
@@ -194,7 +194,9 @@ class LocalExecutor:
         return StepResult(
             rows=tuple(row_steps),
             span=span,
-            stalls=tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
+            stalls=tuple(
+                [s for h, n in zip(handles, stall_counts, strict=True) for s in h.stalls[n:]]
+            ),
             lost=tuple(lost),
             failed=failed,
             control_waits=() if self._services is None else tuple(self._services.take_waits()),
@@ -255,10 +257,10 @@ class LocalExecutor:
         for row in entries:
             record = self.rows[row]
             assert record.reader is not None
-            ahead = record.reader.look_ahead(record.row.step)
-            if ahead is not None:
-                entry, at = ahead
-                entry.want(later, step.number + at - record.row.step)
+            next_read = record.reader.look_ahead(record.row.step)
+            if next_read is not None:
+                entry, step_of_read = next_read
+                entry.want(later, step.number + step_of_read - record.row.step)
             step_cache = None if record.step_caches is None else record.step_caches.entry
             if step_cache is not None:
                 step_cache.want((), step.number)
@@ -285,7 +287,7 @@ class LocalExecutor:
                 if exchange is not None:
                     raise
                 lost_reads = [read for read in step.reads if _is_lost(entries.get(read.row))]
-                if not (lost_reads or self._lose_beside(running)):
+                if not (lost_reads or self._lose_extras(running)):
                     raise
                 _log.warning("a step goes on without an entry: %s", error)
             # outside of `except`, whose error keeps the tensors of the step that was given up
@@ -298,7 +300,7 @@ class LocalExecutor:
                 self.rows[read.row].lose_entry()
                 lost.append(read.row)
 
-    def _lose_beside(self, running: Sequence[str]) -> bool:
+    def _lose_extras(self, running: Sequence[str]) -> bool:
         """Let rows go on without step caches or, if none was lost, without their template's
         references; return whether either was lost.
         """
@@ -448,9 +450,11 @@ class RowRecord:
             self.served.close()
         if self.booked and self.store is not None:
             self.store.memory.unbook(self.booked)
-        readers = [one for one in (self.reader, self.step_caches, self.nets) if one is not None]
-        for one in (*readers, *([] if self.references is None else [self.references])):
-            one.release()
+        readers = [
+            reader for reader in (self.reader, self.step_caches, self.nets) if reader is not None
+        ]
+        for reader in (*readers, *([] if self.references is None else [self.references])):
+            reader.release()
         return _RowLoads(tuple(readers)) if readers else None
 
 

@@ -99,9 +99,9 @@ class StepPlanner:
             key = plan_totals(totals, {}, dense)
             return StepPlan(self.plans.get(problem, key, present_costs, 0.0), steady, "here")
         costs = present_costs()
-        kept_up = evaluate(costs, steady.kinds, lead=0.0)
-        if kept_up.latency <= _LATE * steady.latency:
-            return StepPlan(kept_up, steady, "steady")
+        steady_now = evaluate(costs, steady.kinds, lead=0.0)
+        if steady_now.latency <= _LATE * steady.latency:
+            return StepPlan(steady_now, steady, "steady")
         key = plan_totals(totals, missing.totals, dense)
         step_plan = self.plans.get((*problem, missing.pattern), key, lambda: costs, 0.0)
         return StepPlan(step_plan, steady, "arrived")
@@ -123,7 +123,7 @@ def parts_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Part]:
             parts.append((block, part))
         if block in ends:
             parts.append((block, "end"))
-    return parts + [want for _, want in pending_maps]
+    return parts + [part for _, part in pending_maps]
 
 
 def _of_rank(model: CostModel, ranks: int) -> CostModel:
@@ -183,6 +183,10 @@ class _LoadBytes:
         block_sizes = sizes[:blocks, :2]
         if self._work.maps:
             block_sizes = block_sizes.copy()
-            at = [min(feature_map.block, blocks - 1) for feature_map in self._work.maps]
-            np.add.at(block_sizes[:, 1], at, sizes[blocks : blocks + len(at), PARTS.index("map")])
+            blocks_of_maps = [min(feature_map.block, blocks - 1) for feature_map in self._work.maps]
+            np.add.at(
+                block_sizes[:, 1],
+                blocks_of_maps,
+                sizes[blocks : blocks + len(blocks_of_maps), PARTS.index("map")],
+            )
         return block_sizes

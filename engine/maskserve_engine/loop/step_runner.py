@@ -107,15 +107,15 @@ class StepRunner:
         step = self._input(rows, devices, work, reads, planned)
         self.counters["step_tokens_total"] += sum(row.step_tokens for row in rows.requests)
 
-        def done(result: StepResult) -> None:
+        def record(result: StepResult) -> None:
             # Edits that were cancelled during the step are already answered.
-            left = StepRows([row for row in rows.requests if self.manager.holds(row)])
+            remaining = StepRows([row for row in rows.requests if self.manager.holds(row)])
             if result.control_waits:
-                self._record_waits(left.edits, result.control_waits)
-            self._record_time(left, len(rows.requests), work, result, planned)
-            self._update(left, result, self._dense if planned is None else planned.plan.kinds)
+                self._record_waits(remaining.edits, result.control_waits)
+            self._record_time(remaining, len(rows.requests), work, result, planned)
+            self._update(remaining, result, self._dense if planned is None else planned.plan.kinds)
 
-        self.executor.step(step, done)
+        self.executor.step(step, record)
         self.times.keep_pace()
 
     def _load(
@@ -187,22 +187,22 @@ class StepRunner:
         reads: list[Read],
         planned: StepPlan | None,
     ) -> StepInput:
-        names = tuple([row.request_id for row in rows.requests])
+        row_ids = tuple([row.request_id for row in rows.requests])
         number = next(self._numbers)
         measures = self.manager.regions.measures
-        finding = [edit for edit in rows.edits if edit.plan.region is not None]
-        measured = tuple([edit.request_id for edit in finding if measures(edit)])
+        region_edits = [edit for edit in rows.edits if edit.plan.region is not None]
+        measured_rows = tuple([edit.request_id for edit in region_edits if measures(edit)])
         if planned is None:
-            return StepInput(number, names, devices, measured=measured)
+            return StepInput(number, row_ids, devices, measured=measured_rows)
         return StepInput(
             number=number,
-            rows=names,
+            rows=row_ids,
             devices=devices,
             reads=tuple(reads),
             maps=work.maps,
             plan=planned.plan,
             next_plan=planned.next_plan,
-            measured=measured,
+            measured=measured_rows,
         )
 
     def _record_waits(self, edits: Sequence[RequestState], waits: tuple[float, ...]) -> None:

@@ -127,8 +127,8 @@ class AdmissionChecks:
                 "the cache's budget, or the worker is short of memory); with cache: off the edit "
                 "needs no template"
             )
-        missed = replace(DENSE, outcome="miss", key=plan.key)
-        edit.set_plan(self._policy.without_template(edit, missed), self._adapter)
+        miss = replace(DENSE, outcome="miss", key=plan.key)
+        edit.set_plan(self._policy.without_template(edit, miss), self._adapter)
         return ()
 
 
@@ -187,21 +187,21 @@ class ExecutionPolicy:
         if dense_for:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
-        missed = replace(DENSE, outcome="miss", key=key)
-        without, never_reads = None, settings.cache == "own" or settings.promise > 0
-        if never_reads or self._adapter.spec.refresh.over_template:
-            without = self.without_template(edit, missed)
-            can_refresh = without.schedule is not None or without.dense_for == "work"
-            if never_reads or can_refresh:
-                return without
+        miss = replace(DENSE, outcome="miss", key=key)
+        plan_without, ignores_template = None, settings.cache == "own" or settings.promise > 0
+        if ignores_template or self._adapter.spec.refresh.over_template:
+            plan_without = self.without_template(edit, miss)
+            can_refresh = plan_without.schedule is not None or plan_without.dense_for == "work"
+            if ignores_template or can_refresh:
+                return plan_without
         lookup = self._cache.look_up(job, key, again=edit.plans_chosen > 0)
         cached = self._plan_with_template(edit, lookup, insists=settings.insists)
         if cached is not None:
             saves_nothing = cached.mode == "dense" and not settings.insists
             return self.without_template(edit, cached) if saves_nothing else cached
-        without = without or self.without_template(edit, missed)
-        without = replace(without, prime=lookup.worth_priming)
-        return self._wait_for_priming(edit, lookup, without) or without
+        plan_without = plan_without or self.without_template(edit, miss)
+        plan_without = replace(plan_without, prime=lookup.worth_priming)
+        return self._wait_for_priming(edit, lookup, plan_without) or plan_without
 
     def _region(self, job: EditJob) -> RegionRule | None:
         """Return how an edit without a mask finds its region; None: it does not ask for one, has

@@ -134,20 +134,22 @@ class ControlWork:
         looks_ahead = looked_ahead or (
             self.with_template and cached and step in self.schedule.lookahead_steps
         )
-        ahead = self.schedule.next_refresh(step) if looks_ahead else None
+        next_refresh = self.schedule.next_refresh(step) if looks_ahead else None
         total = 0.0
         for control, (dense, active) in zip(self.controls, self.flops, strict=True):
-            if ahead is not None and scale_at(control, ahead, self.steps):
+            if next_refresh is not None and scale_at(control, next_refresh, self.steps):
                 total += dense
             if not scale_at(control, step, self.steps):
                 continue
-            first = not any(scale_at(control, n, self.steps) for n in range(step))
-            total += active if cached and not first else dense
+            is_first = not any(scale_at(control, n, self.steps) for n in range(step))
+            total += active if cached and not is_first else dense
         return total
 
     def mean(self, *, cached: bool) -> float:
-        ahead = self.schedule.lookahead_steps if cached and not self.with_template else ()
-        step_flops = (self.at(n, cached=cached, looked_ahead=n in ahead) for n in range(self.steps))
+        lookahead_steps = self.schedule.lookahead_steps if cached and not self.with_template else ()
+        step_flops = (
+            self.at(n, cached=cached, looked_ahead=n in lookahead_steps) for n in range(self.steps)
+        )
         return sum(step_flops) / self.steps
 
 
@@ -264,12 +266,12 @@ class EditWork:
         kinds, (share, alone) = ("kv",) * len(model.blocks), schedule.shares(self.steps, done)
         between = replace(between, added=self.totals.added)
         cached_share = 1.0 - alone
-        at_anchors, tokens = self.dense_flops, between.active[0]
+        refresh_flops, tokens = self.dense_flops, between.active[0]
         if refresh is not None:
             refresh = replace(refresh, added=self.totals.added)
-            at_anchors = model.batch_flops(refresh, kinds, None)
+            refresh_flops = model.batch_flops(refresh, kinds, None)
             tokens = share * refresh.active[0] + cached_share * tokens
-        mean = share * at_anchors + cached_share * model.batch_flops(between, kinds, None)
+        mean_flops = share * refresh_flops + cached_share * model.batch_flops(between, kinds, None)
         controls = plain.controls
         if controls is not None and refresh is None:
             controls = controls.with_schedule(schedule, replace(between, added=None))
@@ -278,7 +280,7 @@ class EditWork:
             plain=plain,
             between=between,
             refresh=refresh,
-            cached_flops=mean,
+            cached_flops=mean_flops,
             cached_tokens=tokens,
             controls=controls,
         )
@@ -326,9 +328,10 @@ class EditWork:
             dense_share: share of a cached edit's steps that compute all tokens.
             alone: share of its steps that compute all tokens and nothing else.
         """
-        all_of_them = self.passes * self.total_tokens
+        all_tokens = self.passes * self.total_tokens
         if mode != "cached":
-            return all_of_them
-        active = self.cached_tokens
-        mean = self.passes * self.active_tokens if active is None else active
-        return min(round((1.0 - alone) * mean + dense_share * all_of_them), all_of_them)
+            return all_tokens
+        cached_tokens = self.cached_tokens
+        if cached_tokens is None:
+            cached_tokens = self.passes * self.active_tokens
+        return min(round((1.0 - alone) * cached_tokens + dense_share * all_tokens), all_tokens)

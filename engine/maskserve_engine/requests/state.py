@@ -164,8 +164,8 @@ class ReadSchedule:
 
     def drop_entry(self, step: int) -> None:
         """Compute all tokens at steps that read this step's entry: it will not arrive."""
-        lost = self.anchors[step]
-        self.anchors = tuple(None if anchor == lost else anchor for anchor in self.anchors)
+        lost_anchor = self.anchors[step]
+        self.anchors = tuple(None if anchor == lost_anchor else anchor for anchor in self.anchors)
 
 
 A = TypeVar("A")

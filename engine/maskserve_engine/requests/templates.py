@@ -168,15 +168,15 @@ class Pins:
         by_tier, entries_key = self._store.entries(), entries_id(template_id)
         owned = {entries_id(name) for name, pin_owner in self._owners.items() if pin_owner == owner}
         for tier in self._store.tiers if owner != NO_SCOPE else ():
-            total = owned_bytes = more = 0
+            pinned_bytes = owned_bytes = template_bytes = 0
             for template in by_tier.get(tier.name, {}).values():
                 name = entries_id(template.note.template_id)
                 if name == entries_key:
-                    more += template.nbytes
+                    template_bytes += template.nbytes
                 elif template.pinned:
-                    total += template.nbytes
+                    pinned_bytes += template.nbytes
                     owned_bytes += template.nbytes if name in owned else 0
-            if more > room(tier.budget_bytes, total, owned_bytes, owner):
+            if template_bytes > room(tier.budget_bytes, pinned_bytes, owned_bytes, owner):
                 return False
         return True
 
@@ -184,8 +184,8 @@ class Pins:
         """Raise AssertionError if the device pins entries of no pinned template; call it while
         nothing is primed.
         """
-        leftovers = self._store.memory.pinned.difference(*self._keys.values())
-        assert not leftovers, f"{len(leftovers)} pins that nobody asked for"
+        stray_keys = self._store.memory.pinned.difference(*self._keys.values())
+        assert not stray_keys, f"{len(stray_keys)} pins that nobody asked for"
 
 
 class TemplateCache:
@@ -301,23 +301,23 @@ class TemplateCache:
         """
         request = job.request
         picture = key if request.window is None else self._picture_key(job)
-        named = request.settings.template_id is not None
+        is_named = request.settings.template_id is not None
         if not again:
             for name in dict.fromkeys((key, picture)):
                 self._reuse.add(name)
-        anchors, first = self.anchors(job), self._dense_first(job)
+        anchors, dense_steps = self.anchors(job), self._dense_first(job)
         priming, is_loading, reuse = key in self.priming, self.is_loading(key), self._reuse.of(key)
         return CacheLookup(
             key=key,
             anchors=anchors,
-            reads=self._nearest(anchors, job, first),
-            dense_steps=first,
+            reads=self._nearest(anchors, job, dense_steps),
+            dense_steps=dense_steps,
             tier=None if priming else self.store.locate(key, anchors),
             priming=priming,
             is_loading=is_loading,
             may_prime=not is_loading and reuse.may_prime,
             worth_priming=not is_loading and reuse.worth_priming,
-            is_known_picture=picture != key and (named or self._reuse.of(picture).worth_priming),
+            is_known_picture=picture != key and (is_named or self._reuse.of(picture).worth_priming),
         )
 
     def fetch(self, lookup: CacheLookup) -> bool:
@@ -433,7 +433,9 @@ class TemplateCache:
             listed = {
                 tier: tuple(
                     dict.fromkeys(
-                        entries_id(h.note.template_id) for h in templates.values() if h.whole
+                        entries_id(template.note.template_id)
+                        for template in templates.values()
+                        if template.whole
                     )
                 )
                 for tier, templates in self.store.entries().items()

@@ -231,13 +231,13 @@ priming may add.
 
 AGING_S = 5.0
 """Seconds of waiting that one step of priority is worth."""
-_FAR = 8
+_ALONE_LAG_STEPS = 8
 """Steps of work by which a key must lag before it steps alone."""
-_AHEAD = 32
+_LEAD_STEPS = 32
 """Steps of work by which one key may get ahead of another."""
 _PAUSE_S = 0.3
 """Seconds without tickets after which a key's burst is over."""
-_BURSTS = 4096
+_MOST_BURSTS = 4096
 """Bursts of keys without tickets that are remembered."""
 
 
@@ -270,8 +270,8 @@ class TicketQueue:
         try:
             self._queue.waiting.check(key)
         except Full as full:
-            of_key = f"{self._queue.waiting.in_use(key)} edits of this key"
-            count_text = of_key if full.of_key else f"{len(self.turns)} edits"
+            key_text = f"{self._queue.waiting.in_use(key)} edits of this key"
+            count_text = key_text if full.of_key else f"{len(self.turns)} edits"
             raise Overloaded(f"{count_text} are waiting already; try again later") from None
 
     def add(self, ticket: Ticket) -> None:
@@ -342,10 +342,11 @@ class FairSteps:
     do not fit alternate. If rows of several keys cannot share a step, their batches alternate.
 
     The next turn goes to the key with the smallest *burst*: the work that it has received since its
-    last pause, and that it has left; up to _AHEAD steps of it count. But no key gets ahead of
-    another by more than _AHEAD steps in all: then the turn goes to the one that is behind. When a
-    key comes, what any key is behind by more than twice that is forgotten. A key that received
-    little work recently has its step's time to itself; others join if that costs nothing.
+    last pause, and that it has left; up to `_LEAD_STEPS` steps of it count. But no key gets ahead
+    of another by more than `_LEAD_STEPS` steps in all: then the turn goes to the one that is
+    behind. When a key gets its first ticket, every key's arrears above twice that are forgotten. A
+    key that received little work recently has its step's time to itself; others join if that costs
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -355,7 +356,7 @@ class FairSteps:
         """Request id -> number of its last step."""
         self._step = 0
         self._ahead = 0.0
-        """Seconds of _AHEAD steps of the largest row."""
+        """Seconds of _LEAD_STEPS steps of the largest row."""
         self._step_ends = -math.inf
         """Time when the last step ends, as far as its seconds are known."""
 
@@ -375,7 +376,7 @@ class FairSteps:
         self._stepped.pop(ticket.request_id, None)
         if not burst.left:
             burst.ended = self._step_ends
-            if len(self._bursts) > _BURSTS:
+            if len(self._bursts) > _MOST_BURSTS:
                 self._bursts = {key: other for key, other in self._bursts.items() if other.left}
 
     def reprice(self, before: Ticket, after: Ticket) -> None:
@@ -391,7 +392,7 @@ class FairSteps:
             now: seconds of the caller's clock.
         """
         self._step_ends = now
-        self._ahead = _AHEAD * max((t.seconds_alone for t in live), default=0.0) or self._ahead
+        self._ahead = _LEAD_STEPS * max((t.seconds_alone for t in live), default=0.0) or self._ahead
         keys = dict.fromkeys(ticket.key for ticket in live)
         if len(keys) < 2:
             return None
@@ -411,12 +412,12 @@ class FairSteps:
             first: see `next`.
         """
         shared = max(ticket.shared for ticket in live)
-        chosen = batch if first is None else self._allowed(batch, live, first)
+        rows = batch if first is None else self._allowed(batch, live, first)
         self._step += 1
-        work_by_key = _work_by_key(chosen)
-        if all(ticket.seconds for ticket in chosen):
+        work_by_key = _work_by_key(rows)
+        if all(ticket.seconds for ticket in rows):
             self._step_ends += shared + sum(work_by_key.values())
-        for ticket in chosen:
+        for ticket in rows:
             left = self._bursts[ticket.key].left
             left[ticket.request_id] = max(0.0, left[ticket.request_id] - ticket.seconds_alone)
             self._stepped[ticket.request_id] = self._step
@@ -425,7 +426,7 @@ class FairSteps:
             self._received.add(key, seconds, steps=0)
             self._recent.add(key, seconds)
             self._bursts[key].received += seconds
-        ids = {ticket.request_id for ticket in chosen}
+        ids = {ticket.request_id for ticket in rows}
         return tuple(ticket for ticket in batch if ticket.request_id in ids)
 
     def check_integrity(self, tickets: Iterable[Ticket]) -> bool:
@@ -439,15 +440,17 @@ class FairSteps:
         """
         live_work, shared = _work_by_key(live), max(ticket.shared for ticket in live)
         lag = self._recent.lag(first, live_work)
-        steps_alone = lag > _FAR * (live_work[first] + shared)
-        free = shared * (1 - 1 / len(live_work))
-        bound = min(live_work.values()) + free
+        steps_alone = lag > _ALONE_LAG_STEPS * (live_work[first] + shared)
+        free_work = shared * (1 - 1 / len(live_work))
+        most_work = min(live_work.values()) + free_work
         granted_work: dict[str, float] = {}
         allowed = []
         for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
-            key, joins = ticket.key, ticket.key == first or not steps_alone
+            key, may_join = ticket.key, ticket.key == first or not steps_alone
             work = granted_work.get(key, 0.0) + ticket.work
-            if (joins and key not in granted_work) or work <= (bound if joins else free):
+            if (may_join and key not in granted_work) or work <= (
+                most_work if may_join else free_work
+            ):
                 granted_work[key] = work
                 allowed.append(ticket)
         return allowed
@@ -606,12 +609,12 @@ class StepScheduler:
             keys = dict.fromkeys(batch_keys)
         if not keys:
             return (), ()
-        chosen = min(keys, key=self._last_batch.__getitem__)
-        self._last_batch[chosen] = self._step
-        batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
+        batch_key = min(keys, key=self._last_batch.__getitem__)
+        self._last_batch[batch_key] = self._step
+        batch = tuple(ticket for ticket in live if ticket.batch_key == batch_key)
         return (
             self._fair_steps.rows(batch, live, first) if batch else (),
-            tuple(ticket for ticket in background if ticket.batch_key == chosen),
+            tuple(ticket for ticket in background if ticket.batch_key == batch_key),
         )
 
     def _expire(self, now: float) -> tuple[Ticket, ...]:

@@ -81,16 +81,18 @@ class Vectors:
 
     def take(self, rows: Sequence[int]) -> Vectors:
         first = self.single[0] if self.single else self.double[0][0]
-        [at] = to_device([torch.tensor(rows)], first.device)
-        image_rows = at
+        [indices] = to_device([torch.tensor(rows)], first.device)
+        image_rows = indices
         if self.double and len(self.double[0][0]) > len(self.double[0][1]):
-            image_rows = torch.cat((at, at + len(self.double[0][1])))
+            image_rows = torch.cat((indices, indices + len(self.double[0][1])))
         if self.modes > 1:
             all_rows = len(first) // self.modes
-            image_rows = at = torch.cat([at + mode * all_rows for mode in range(self.modes)])
+            image_rows = indices = torch.cat(
+                [indices + mode * all_rows for mode in range(self.modes)]
+            )
         return Vectors(
-            tuple((image[image_rows], text[at]) for image, text in self.double),
-            tuple(block[at] for block in self.single),
+            tuple((image[image_rows], text[indices]) for image, text in self.double),
+            tuple(block[indices] for block in self.single),
             None if self.last is None else self.last[image_rows],
             self.modes,
         )
@@ -131,18 +133,20 @@ def embed(
         return embedder.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)
 
     assert embedder.timestep_embedder is not None, "blocks have their vectors of something else"
-    emb = _between(embedder.timestep_embedder, projected(times), rows)
+    emb = _two_layers(embedder.timestep_embedder, projected(times), rows)
     if guidance is not None:
         assert embedder.guidance_embedder is not None
-        emb = emb + _between(embedder.guidance_embedder, projected(guidance.expand_as(times)), rows)
+        emb = emb + _two_layers(
+            embedder.guidance_embedder, projected(guidance.expand_as(times)), rows
+        )
     if pooled is None:
         return F.silu(emb)
     assert embedder.text_embedder is not None
     texts = pooled.repeat(len(times), 1).unflatten(0, times.shape)
-    return F.silu(emb + _between(embedder.text_embedder, texts, rows))
+    return F.silu(emb + _two_layers(embedder.text_embedder, texts, rows))
 
 
-def _between(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
+def _two_layers(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
     return layers.linear_2(F.silu(layers.linear_1(x, rows)), rows)
 
 
@@ -150,7 +154,7 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
     """Return the vectors of each step, from embeddings [S, R, width]."""
     width, rows = weights.width, [(row, row + 1) for row in range(emb.shape[1])]
 
-    def steps(layer: Linear | None, scale: int = 1) -> tuple[Tensor, ...]:
+    def vectors_by_step(layer: Linear | None, scale: int = 1) -> tuple[Tensor, ...]:
         """Compute a layer's vectors and add 1 to its scales: part `scale` and every third
         after it.
         """
@@ -162,18 +166,18 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
 
     shared = weights.shared
     if shared is not None:
-        double_vectors = steps(shared.image), steps(shared.text)
+        double_vectors = vectors_by_step(shared.image), vectors_by_step(shared.text)
         doubles = [double_vectors] * len(weights.double_blocks)
-        singles = [steps(shared.single)] * len(weights.single_blocks)
+        singles = [vectors_by_step(shared.single)] * len(weights.single_blocks)
     else:
         doubles = [
-            (image := steps(block.image.vectors), image)
+            (image := vectors_by_step(block.image.vectors), image)
             if block.text is block.image  # a net without text
-            else (steps(block.image.vectors), steps(block.text.vectors))
+            else (vectors_by_step(block.image.vectors), vectors_by_step(block.text.vectors))
             for block in weights.double_blocks
         ]
-        singles = [steps(block.vectors) for block in weights.single_blocks]
-    last = None if weights.last_vectors is None else steps(weights.last_vectors, 0)
+        singles = [vectors_by_step(block.vectors) for block in weights.single_blocks]
+    last = None if weights.last_vectors is None else vectors_by_step(weights.last_vectors, 0)
     return tuple(
         Vectors(
             tuple((image[at], text[at]) for image, text in doubles),
@@ -291,12 +295,12 @@ class FluxStep:
         copy_tensors(self.vectors, other.vectors)
 
     def embed(self, tokens: Tensor, stream: Stream) -> Tensor:
-        x, of_context = self.weights.x_embedder(tokens, stream.spans), stream.vector_of
+        x, vector_of = self.weights.x_embedder(tokens, stream.spans), stream.vector_of
         embedder = self.weights.context_x_embedder
-        if embedder is None or of_context is None:
+        if embedder is None or vector_of is None:
             return x
         context = embedder(tokens, stream.spans)
-        return torch.where(of_context[:, None] < len(stream.spans), x, context)
+        return torch.where(vector_of[:, None] < len(stream.spans), x, context)
 
     def pre(
         self,
@@ -305,13 +309,13 @@ class FluxStep:
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        carried: Any,
+        pre_inputs: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block = self.blocks[number]
         if isinstance(block, Double):
             block_vectors = self.vectors.double[number]
-            streams: _Streams = carried or (
+            streams: _Streams = pre_inputs or (
                 Modulated.of(block.text.qkv, packing.text_stream, text, block_vectors[1]),
                 Modulated.of(block.image.qkv, packing.image_stream, image, block_vectors[0]),
             )
@@ -321,15 +325,20 @@ class FluxStep:
                 qk_norm_rope(qk, block.norms, cis, packing.stream_of)
             return qk, v, tuple((stream.x, stream.vectors) for stream in streams)
         vectors = self.vectors.single[number - self.two_streams]
-        row: Modulated = carried or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
-        width, inside = image.shape[1], self.forms[number] == "epilogues"
-        if inside or room is not None:
+        row: Modulated = pre_inputs or Modulated.of(
+            block.qkv_up, packing.row_stream, image, vectors
+        )
+        width, fuses_gelu = image.shape[1], self.forms[number] == "epilogues"
+        if fuses_gelu or room is not None:
             assert not isinstance(block.qkv_up, ByMode)
             end = block.qkv_up.out_features
-            stream, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, end)
+            qkv_part, up_part = (
+                block.qkv_up.columns(0, 3 * width),
+                block.qkv_up.columns(3 * width, end),
+            )
             qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
-            write_product(stream, row.normed, qkv)
-            joined = gelu_of(up, row.normed) if inside else up(row.normed)
+            write_product(qkv_part, row.normed, qkv)
+            joined = gelu_of(up_part, row.normed) if fuses_gelu else up_part(row.normed)
         else:
             qkv_and_up = _product(block.qkv_up, row.normed, packing, packing.row_stream.spans)
             qkv, joined = qkv_and_up[:, : 3 * width], qkv_and_up[:, 2 * width :]
@@ -368,7 +377,7 @@ class FluxStep:
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        carried: Any,
+        post_inputs: Any,
         packing: Packing,
         *,
         continues: bool,
@@ -377,14 +386,14 @@ class FluxStep:
         block = self.blocks[number]
         half = image.dtype == torch.float16  # its streams are clipped before the next norm
         if isinstance(block, Double):
-            behind = number + 1 if continues and not half else None
-            c, x, ahead = self._after_streams(block, carried, attended, packing, behind)
+            next_block = number + 1 if continues and not half else None
+            c, x, ahead = self._after_streams(block, post_inputs, attended, packing, next_block)
             if half:
                 c, x = clip(c), clip(x)
             return c.view_as(text), x.view_as(image), ahead
         begin = packing.text[0] if image_alone else 0
-        joined, x, gate = carried
-        del carried
+        joined, x, gate = post_inputs
+        del post_inputs
         rows = packing.row_stream.spans
         if image_alone:
             attended, joined, x, image = (tokens[begin:] for tokens in (attended, joined, x, image))
@@ -392,16 +401,16 @@ class FluxStep:
             if isinstance(gate, PerRow):
                 gate = gate._replace(row_of=gate.row_of[begin:])
         if block.down is not None:
-            more = block.qkv_up.out_features - 3 * attended.shape[1]
-            up = swiglu(joined[:, -more:])  # beside the values, or alone
+            up_width = block.qkv_up.out_features - 3 * attended.shape[1]
+            up = swiglu(joined[:, -up_width:])  # beside the values, or alone
             hidden = _product(block.out, attended, packing, rows)
             hidden = hidden + _product(block.down, up, packing, rows)
         elif self.forms[number] == "epilogues":
             assert isinstance(block.out, PlainLinear)
             hidden = sum_of_parts(block.out, (attended, joined))
         elif isinstance(block.out, Fp8Linear):
-            more = block.qkv_up.out_features - 3 * attended.shape[1]
-            up = joined[:, -more:]  # beside the values, or alone
+            up_width = block.qkv_up.out_features - 3 * attended.shape[1]
+            up = joined[:, -up_width:]  # beside the values, or alone
             if self.gated:
                 hidden = block.out(torch.cat((attended, swiglu(up)), dim=1))
             else:
@@ -430,7 +439,7 @@ class FluxStep:
     def _after_streams(
         self,
         block: Double,
-        carried: Sequence[tuple[Tensor, Sequence[Vector]]],
+        post_inputs: Sequence[tuple[Tensor, Sequence[Vector]]],
         attended: Tensor,
         packing: Packing,
         next_block: int | None,
@@ -438,7 +447,7 @@ class FluxStep:
         """Return text and image stream, and the modulated streams for the double block
         `next_block`, if it receives them unchanged.
         """
-        (c, c_vectors), (x, x_vectors) = carried
+        (c, c_vectors), (x, x_vectors) = post_inputs
         norms: Sequence[Norm | None] = None, None
         if next_block is not None:
             following, vectors = (

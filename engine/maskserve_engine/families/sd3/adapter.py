@@ -73,13 +73,13 @@ class Sd3Step(FluxStep):
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        carried: Any,
+        pre_inputs: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         """Run the first part of a block. A second attention is included in the inputs of `post`: it
         sees computed tokens only.
         """
-        qk, v, post_inputs = super().pre(number, text, image, packing, cis, carried, room)
+        qk, v, post_inputs = super().pre(number, text, image, packing, cis, pre_inputs, room)
         second = self._sd3_weights.seconds[number]
         if second is not None:
             of_text, (x, vectors) = post_inputs
@@ -107,7 +107,7 @@ class Sd3Step(FluxStep):
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        carried: Any,
+        post_inputs: Any,
         packing: Packing,
         *,
         continues: bool,
@@ -116,10 +116,10 @@ class Sd3Step(FluxStep):
         block = self.weights.double_blocks[number]
         if block.text.out is not None:
             return super().post(
-                number, text, image, attended, carried, packing,
+                number, text, image, attended, post_inputs, packing,
                 continues=continues, image_alone=image_alone,
             )  # fmt: skip
-        _, (x, vectors) = carried
+        _, (x, vectors) = post_inputs
         _, attended = packing.split(attended)
         rows = packing.image_stream.spans
         x, _ = stream_post(block.image, x, attended, vectors, rows=rows)

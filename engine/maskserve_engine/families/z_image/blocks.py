@@ -118,7 +118,7 @@ class ZImageStep:
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        carried: Any,
+        pre_inputs: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block, stream = self.blocks[number], packing.row_stream
@@ -132,7 +132,7 @@ class ZImageStep:
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        carried: Any,
+        post_inputs: Any,
         packing: Packing,
         *,
         continues: bool,
@@ -141,7 +141,7 @@ class ZImageStep:
         stream = packing.row_stream
         wide = stream.wide(image)
         hidden = feed_forward(
-            self.weights, self.blocks[number], wide, attended, carried, stream.spans
+            self.weights, self.blocks[number], wide, attended, post_inputs, stream.spans
         )
         hidden = hidden.view_as(image)
         return text, hidden[packing.text[0] :] if image_alone else hidden, None

@@ -169,7 +169,7 @@ class _NetStep(ZImageStep):
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        carried: Any,
+        pre_inputs: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block, stream, role = self.blocks[number], packing.row_stream, self._roles[number]
@@ -192,7 +192,7 @@ class _NetStep(ZImageStep):
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        carried: Any,
+        post_inputs: Any,
         packing: Packing,
         *,
         continues: bool,
@@ -200,7 +200,7 @@ class _NetStep(ZImageStep):
     ) -> tuple[Tensor, Tensor, Any]:
         """Compute a block after attention. The text stays after the last one: it has an output."""
         stream, role = packing.row_stream, self._roles[number]
-        picture, control, later_vectors = carried
+        picture, control, later_vectors = post_inputs
         x = control if role.controls else picture
         hidden = feed_forward(
             self.weights, self.blocks[number], stream.wide(x), attended, later_vectors, stream.spans

@@ -183,7 +183,7 @@ def test_a_small_edit_does_not_wait_for_the_bursts_of_four_keys(
 
 
 def test_turns_by_received_work_alone_let_it_wait(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_scheduler, "_AHEAD", 0.01)
+    monkeypatch.setattr(step_scheduler, "_LEAD_STEPS", 0.01)
     assert slowest_beside_bursts([(1, 1.0)]) > 30 * SLOW
 
 

@@ -116,7 +116,7 @@ class ToyStep:
         return torch.stack((q, k), 1), v, None
 
     def post(
-        self, number: int, text: Tensor, image: Tensor, attended: Tensor, carried: Any,
+        self, number: int, text: Tensor, image: Tensor, attended: Tensor, post_inputs: Any,
         packing: Any, *, continues: bool, image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
         image_out = image + self.model.out[number](attended)
