@@ -26,16 +26,16 @@ def deferred() -> Iterator[None]:
         return
     pending_signals: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         pending_signals.append(number)
 
     # None is a handler outside Python: it raises nothing here, and could not be restored.
     handled_signals = [number for number in _NUMBERS if signal.getsignal(number) is not None]
-    previous = {number: signal.signal(number, note) for number in handled_signals}
+    previous = {number: signal.signal(number, record) for number in handled_signals}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        for late in pending_signals:
-            signal.raise_signal(late)
+        for pending_signal in pending_signals:
+            signal.raise_signal(pending_signal)

@@ -85,8 +85,8 @@ def _add(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    listed = _jobs(options).list()
-    print(json.dumps({"jobs": listed}) if options.json else "\n".join(map(_line, listed)))
+    jobs = _jobs(options).list()
+    print(json.dumps({"jobs": jobs}) if options.json else "\n".join(map(_line, jobs)))
 
 
 def _get(options: argparse.Namespace) -> None:

@@ -68,8 +68,8 @@ class EditJobs(RouterHttp):
 
     def list(self) -> list[dict[str, Any]]:
         """Return the last hundred jobs, without results."""
-        listed: list[dict[str, Any]] = self.call("GET", _PATH)["data"]
-        return listed
+        jobs: list[dict[str, Any]] = self.call("GET", _PATH)["data"]
+        return jobs
 
     def get(self, job_id: str) -> dict[str, Any]:
         """Return one job."""

@@ -60,18 +60,18 @@ def summary(meta: Mapping[str, Any]) -> str:
     total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
     is_masked = meta.get("kind", "inpaint") == "inpaint"
-    more = {
+    sentences = {
         "hit": "The edit used cached activations of the picture.",
         "own": "Some steps computed the whole picture, and the other steps reused their results.",
         "miss": "The server is preparing the picture for the next edit.",
         "off": "The edit used no cached activations.",
     }.get(str(meta.get("cache")) if is_masked else "", "")
     if computed is not None and whole and is_masked:
-        more += f" The edit took {computed / whole:.0%} of the work of a whole picture."
+        sentences += f" The edit took {computed / whole:.0%} of the work of a whole picture."
     window = meta.get("window")
     if window is not None:
         left, top, right, bottom = window["box"]
-        more += (
+        sentences += (
             f" The model saw {right - left} × {bottom - top} pixels around the mask, at "
             f"{window['scale']:.0%} of their size."
         )
@@ -82,7 +82,7 @@ def summary(meta: Mapping[str, Any]) -> str:
     )
     return (
         f"<strong>{total:.2f} s</strong>, {meta['steps']} steps, seed {meta['seed']}, worker "
-        f"{html.escape(str(meta['worker']))}. {more}"
+        f"{html.escape(str(meta['worker']))}. {sentences}"
         f"<details><summary>Times</summary><table>{rows}</table></details>"
     )
 
@@ -101,10 +101,10 @@ def note(text: str, warnings: Sequence[str] = ()) -> str:
 
 def plain_warning(warning: str) -> str:
     """Return a warning without names of tensors and encoders."""
-    cut = _CUT.fullmatch(warning)
-    if cut is not None:
-        words = "prompt" if cut[1] == "PROMPT" else "negative prompt"
-        return f"The {words} is too long: its end ({cut[2]} tokens) was not read."
+    match = _CUT.fullmatch(warning)
+    if match is not None:
+        words = "prompt" if match[1] == "PROMPT" else "negative prompt"
+        return f"The {words} is too long: its end ({match[2]} tokens) was not read."
     field, _, text = warning.partition(": ")
     return f"{_FIELDS[field]} {text}." if field in _FIELDS else warning
 

@@ -70,7 +70,7 @@ class KnownAdapter(msgspec.Struct, frozen=True):
             raise InvalidRequest(field, f"adapter {self.name} {self.problem}")
 
 
-class _Page(msgspec.Struct, frozen=True):
+class _Listing(msgspec.Struct, frozen=True):
     """Content of the catalogue's file."""
 
     adapters: dict[str, KnownAdapter]
@@ -102,8 +102,8 @@ class Catalogue:
         served = (msgspec.structs.astuple(bounds), adapters.store, adapters.host_bytes)
         name = hashlib.sha256(repr(served).encode()).hexdigest()[:16]
         self._store, self._file = FileStore(folder), folder / f"catalogue-{name}.json"
-        self._page = _Page({}, whole=False)
-        self._page_version: tuple[int, int] | None = None
+        self._listing = _Listing({}, whole=False)
+        self._listing_version: tuple[int, int] | None = None
         """Time and inode of the file that `_page` was read from."""
         self._base: BaseLayers | None = None
         self._headers = HeaderProcess(bounds)
@@ -127,12 +127,14 @@ class Catalogue:
         """
         if not self._config.adapters.store:
             raise InvalidRequest(field, "adapters are not served here", "no adapters")
-        page = self._current()
-        adapter = page.adapters.get(name)
+        listing = self._current()
+        adapter = listing.adapters.get(name)
         if adapter is None:
-            if page.problem:
-                raise Overloaded(f"{field}: the adapters' storage does not answer: {page.problem}")
-            if not page.whole:
+            if listing.problem:
+                raise Overloaded(
+                    f"{field}: the adapters' storage does not answer: {listing.problem}"
+                )
+            if not listing.whole:
                 raise Overloaded(f"{field}: the adapters' storage is still being listed")
             raise AdapterNotFound(f"{field}: there is no adapter {name}")
         adapter.check(field)
@@ -159,7 +161,7 @@ class Catalogue:
             except StorageFailed as error:
                 if not self._current().problem:
                     log.warning("the adapters' storage cannot be listed: %s", error)
-                self._write(_Page(dict(adapters), self._current().whole, str(error)))
+                self._write(_Listing(dict(adapters), self._current().whole, str(error)))
                 return
             try:
                 self._update(files, adapters)
@@ -192,9 +194,9 @@ class Catalogue:
                 problem = f"{name}: {error}"
                 continue  # the next scan tries again
             if time.monotonic() - saved > self._save_every_s:
-                self._write(_Page({**adapters}, whole=False))
+                self._write(_Listing({**adapters}, whole=False))
                 saved = time.monotonic()
-        self._write(_Page(adapters, whole=not problem, problem=problem))
+        self._write(_Listing(adapters, whole=not problem, problem=problem))
 
     def _describe(self, stored: Stored, by_header: Mapping[str, KnownAdapter]) -> KnownAdapter:
         """Describe a file by its header, with the reason if it is refused. A description with an
@@ -246,20 +248,20 @@ class Catalogue:
             self._base = BaseLayers.of_folder(model.path, model.gguf)
         return self._base
 
-    def _current(self) -> _Page:
+    def _current(self) -> _Listing:
         """Return the file's content, read again if another process has written it."""
         try:
             stat = self._file.stat()
             version = (stat.st_mtime_ns, stat.st_ino)
-            if version != self._page_version:
-                page = _decode(self._file.read_bytes())
-                if page.format == _FORMAT:
-                    self._page, self._page_version = page, version
+            if version != self._listing_version:
+                listing = _decode(self._file.read_bytes())
+                if listing.format == _FORMAT:
+                    self._listing, self._listing_version = listing, version
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("%s cannot be read: %s", self._file, error)
-        return self._page
+        return self._listing
 
     def _written_at(self) -> float:
         """Return the time of the last scan, in seconds since 1970; 0: there was none."""
@@ -268,8 +270,8 @@ class Catalogue:
         except OSError:
             return 0.0
 
-    def _write(self, page: _Page) -> None:
-        self._store.write(self._file.name, msgspec.json.encode(page))
+    def _write(self, listing: _Listing) -> None:
+        self._store.write(self._file.name, msgspec.json.encode(listing))
 
 
-_decode = msgspec.json.Decoder(_Page).decode
+_decode = msgspec.json.Decoder(_Listing).decode

@@ -21,17 +21,17 @@ def tails(steps: Sequence[Step], price: Price) -> dict[str, float]:
     """Return for each step the seconds of the longest chain of steps after it."""
     tail_s: dict[str, float] = dict.fromkeys((step.id for step in steps), 0.0)
     for step in reversed(steps):
-        with_it = span(step, price) + tail_s[step.id]
+        length_with_step = span(step, price) + tail_s[step.id]
         for owner in {ref.partition(".")[0] for ref in references_of(step)}:
             if owner in tail_s:
-                tail_s[owner] = max(tail_s[owner], with_it)
+                tail_s[owner] = max(tail_s[owner], length_with_step)
     return tail_s
 
 
 def length(steps: Sequence[Step], price: Price) -> float:
     """Return the seconds of the longest chain of steps."""
-    behind = tails(steps, price)
-    return max((span(step, price) + behind[step.id] for step in steps), default=0.0)
+    tail_s = tails(steps, price)
+    return max((span(step, price) + tail_s[step.id] for step in steps), default=0.0)
 
 
 def span(step: Step, price: Price) -> float:

@@ -172,17 +172,19 @@ def _module_name(path: Path, part: str) -> str:
 def _signature_part(tree: ast.Module) -> ast.Module:
     """Return the statements that declare nodes and models, and those that bind their names."""
     parts_by_line = {
-        at: part for at, x in enumerate(tree.body) if (part := _declaration(x)) is not None
+        position: part
+        for position, x in enumerate(tree.body)
+        if (part := _declaration(x)) is not None
     }
-    waiting = list(parts_by_line.values())
+    unvisited = list(parts_by_line.values())
     needed: set[str] = set()
-    while waiting:
-        needed |= {x.id for x in ast.walk(waiting.pop()) if isinstance(x, ast.Name)}
-        for at, statement in enumerate(tree.body):
-            if at not in parts_by_line and not needed.isdisjoint(_bound(statement)):
-                parts_by_line[at] = statement
-                waiting.append(statement)
-    parts = [_needed_part(parts_by_line[at], needed) for at in sorted(parts_by_line)]
+    while unvisited:
+        needed |= {x.id for x in ast.walk(unvisited.pop()) if isinstance(x, ast.Name)}
+        for position, statement in enumerate(tree.body):
+            if position not in parts_by_line and not needed.isdisjoint(_bound_names(statement)):
+                parts_by_line[position] = statement
+                unvisited.append(statement)
+    parts = [_needed_part(parts_by_line[position], needed) for position in sorted(parts_by_line)]
     futures = [x for x in tree.body if isinstance(x, ast.ImportFrom) and x.module == "__future__"]
     return ast.Module([*futures, *parts], [])
 
@@ -191,11 +193,11 @@ def _declaration(statement: ast.stmt) -> ast.stmt | None:
     """Return a statement under one of our decorators without its body; None: it is another."""
     if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return None
-    decorators = [x for x in statement.decorator_list if _called(x) in _DECORATORS]
+    decorators = [x for x in statement.decorator_list if _decorator_name(x) in _DECORATORS]
     if not decorators:
         return None
-    text = statement.body[:1] if ast.get_docstring(statement) is not None else []
-    body: list[ast.stmt] = text or [ast.copy_location(ast.Pass(), statement)]
+    docstring = statement.body[:1] if ast.get_docstring(statement) is not None else []
+    body: list[ast.stmt] = docstring or [ast.copy_location(ast.Pass(), statement)]
     if isinstance(statement, ast.ClassDef):
         part: ast.stmt = ast.ClassDef(statement.name, [], [], body, decorators)  # type: ignore[call-arg,unused-ignore]
     else:
@@ -205,12 +207,12 @@ def _declaration(statement: ast.stmt) -> ast.stmt | None:
     return ast.copy_location(part, statement)
 
 
-def _called(decorator: ast.expr) -> str:
-    called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+def _decorator_name(decorator: ast.expr) -> str:
+    target = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
 
 
-def _bound(statement: ast.stmt) -> Iterator[str]:
+def _bound_names(statement: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement binds."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
@@ -239,9 +241,9 @@ def _declared_in(
     """Return the functions and models that a namespace declares itself, not those it imports."""
     name = namespace["__name__"]
     members = [x for x in namespace.values() if getattr(x, "__module__", "") == name]
-    attributes = [(x, getattr(x, "__dict__", {})) for x in members]
-    functions = {x.__name__: x for x, known in attributes if "node_type" in known}
-    return functions, [known["node_model"] for _, known in attributes if "node_model" in known]
+    functions = {x.__name__: x for x in members if "node_type" in getattr(x, "__dict__", {})}
+    attributes = [getattr(x, "__dict__", {}) for x in members]
+    return functions, [values["node_model"] for values in attributes if "node_model" in values]
 
 
 def _declared_twice(kind: str, name: str, file: str) -> WorkflowError:

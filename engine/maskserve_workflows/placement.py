@@ -169,34 +169,39 @@ def _busiest(models: Sequence[ModelLoad], placed: Placement) -> tuple[float, fro
     loaded = [model for model in models if model.load > 0.0]
     loaded_names = frozenset(model.name for model in loaded)
     groups = Counter(names & loaded_names for names in placed.values())
-    parts = {
+    busy_by_model = {
         model.name: {names: 0.0 for names in groups if model.name in names} for model in loaded
     }
     """Model -> busy time that it gives each device of a group."""
-    if unplaced := frozenset(name for name, part in parts.items() if not part):
+    if unplaced := frozenset(
+        name for name, groups_of_model in busy_by_model.items() if not groups_of_model
+    ):
         return math.inf, unplaced
     busy = dict.fromkeys(groups, 0.0)
     for _ in range(_MOST_ROUNDS):
-        move = 0.0
+        largest_change = 0.0
         for model in loaded:
-            part = parts[model.name]
-            for names, part_busy in part.items():
+            busy_of_groups = busy_by_model[model.name]
+            for names, part_busy in busy_of_groups.items():
                 busy[names] -= part_busy
             total, count = model.load, 0
-            for names in sorted(part, key=busy.__getitem__):
+            for names in sorted(busy_of_groups, key=busy.__getitem__):
                 if count and busy[names] * count >= total:
                     break
                 total += busy[names] * groups[names]
                 count += groups[names]
-            for names, part_busy in part.items():
-                part[names] = max(0.0, total / count - busy[names])
-                busy[names] += part[names]
-                move = max(move, abs(part[names] - part_busy))
-        if move < _LEAST_MOVE:
+            for names, part_busy in busy_of_groups.items():
+                busy_of_groups[names] = max(0.0, total / count - busy[names])
+                busy[names] += busy_of_groups[names]
+                largest_change = max(largest_change, abs(busy_of_groups[names] - part_busy))
+        if largest_change < _LEAST_MOVE:
             break
-    most = max(busy.values(), default=0.0)
-    return most, frozenset(
+    busiest_time = max(busy.values(), default=0.0)
+    return busiest_time, frozenset(
         name
-        for name, part in parts.items()
-        if any(part_busy > 0.0 and busy[n] >= most * _BUSIEST for n, part_busy in part.items())
+        for name, busy_of_groups in busy_by_model.items()
+        if any(
+            part_busy > 0.0 and busy[n] >= busiest_time * _BUSIEST
+            for n, part_busy in busy_of_groups.items()
+        )
     )

@@ -43,9 +43,9 @@ def fastest_devices(options: ServeOptions, tables: dict[str, Any], run: Run = ru
         try:
             output = ask_engine(_TRIAL, content, "--threads", str(threads), run=run)
         except ServeError as error:
-            last = next(reversed(str(error).strip().splitlines()), "it ended without a message")
+            message = next(reversed(str(error).strip().splitlines()), "it ended without a message")
             raise ServeError(
-                f"--devices-per-worker auto: the trial of the model failed: {last}"
+                f"--devices-per-worker auto: the trial of the model failed: {message}"
             ) from None
     trial = json.loads(output.strip().splitlines()[-1])
     devices = int(trial["processes"])

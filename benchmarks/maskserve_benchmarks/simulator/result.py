@@ -113,19 +113,19 @@ def check_conserved(cluster: Cluster, requests: Sequence[Request]) -> None:
 
 def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
     scenario = cluster.scenario
-    first = int(scenario.warmup * len(requests))
-    jobs = [j for j in cluster.jobs if j.request.number >= first]
+    first_number = int(scenario.warmup * len(requests))
+    jobs = [j for j in cluster.jobs if j.request.number >= first_number]
     done_jobs = [j for j in jobs if j.outcome == "done"]
     latencies = np.array([j.ended - j.request.arrival for j in done_jobs] or [math.nan])
     good = sum(
         j.ended - j.request.arrival <= scenario.slo * _lone_seconds(scenario, cluster.hardware, j)
         for j in done_jobs
     )
-    window = requests[-1].arrival - requests[first].arrival
+    window = requests[-1].arrival - requests[first_number].arrival
     workers = cluster.workers.values()
     steps = sum(w.steps for w in workers)
     errors = [abs(j.predicted - (j.denoised - j.sent)) / (j.denoised - j.sent) for j in done_jobs]
-    cuts = _interruptions(done_jobs) if scenario.batching == "strawman" else [0]
+    interruptions = _interruptions(done_jobs) if scenario.batching == "strawman" else [0]
     return Result(
         seed=seed,
         policy=scenario.policy,
@@ -148,8 +148,8 @@ def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
         primed=sum(w.primed for w in workers),
         prediction_error=float(np.median(errors)) if errors else math.nan,
         lora_loads=sum(sum(w.loras.loads.values()) for w in workers if w.loras),
-        interruptions_p50=float(np.percentile(cuts, 50)),
-        interruptions_p95=float(np.percentile(cuts, 95)),
+        interruptions_p50=float(np.percentile(interruptions, 50)),
+        interruptions_p95=float(np.percentile(interruptions, 95)),
     )
 
 

@@ -101,9 +101,9 @@ BAD_REQUESTS = bad_requests()
 
 def bad_input(visitor: Visitor) -> str:
     """Send three bad requests."""
-    for bad in visitor.rng.sample(BAD_REQUESTS, 3):
+    for request in visitor.rng.sample(BAD_REQUESTS, 3):
         send = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
-        must_refuse(partial(send, bad.inputs), bad.code, bad.field)
+        must_refuse(partial(send, request.inputs), request.code, request.field)
     return "refused"
 
 

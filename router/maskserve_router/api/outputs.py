@@ -21,7 +21,7 @@ from maskserve_router.fair_share import LoopThreads
 log = logging.getLogger("maskserve.router")
 _NAME: Final = re.compile(r"[A-Za-z0-9._@+=, -]+")
 """A part of a path below a prefix, without characters that are special to a file system."""
-_LONGEST: Final = 1024
+_MOST_URL_LENGTH: Final = 1024
 _THREADS: Final = 8
 
 
@@ -43,7 +43,9 @@ def check_output(url: str, prefixes: Sequence[str], field: str = "output_url") -
     if prefix is None:
         raise InvalidRequest(field, "is not below a prefix that is listed", accepted)
     parts = url[len(prefix) :].removesuffix("/").split("/") if url != prefix else []
-    if len(url) > _LONGEST or not all(_NAME.fullmatch(part) and part.strip(".") for part in parts):
+    if len(url) > _MOST_URL_LENGTH or not all(
+        _NAME.fullmatch(part) and part.strip(".") for part in parts
+    ):
         raise InvalidRequest(field, "has a path segment that is not a plain name", accepted)
 
 

@@ -211,23 +211,23 @@ class _Changes:
     """
 
     def __init__(self) -> None:
-        self._of: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._by_scope: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
-    def add(self, scope: str, **more: int) -> None:
-        for name, count in more.items():
-            self._of[scope][name] += count
+    def add(self, scope: str, **changes: int) -> None:
+        for name, count in changes.items():
+            self._by_scope[scope][name] += count
 
     def waits(self, scope: str, before: str, after: str) -> None:
         """Count a job of the key that changes the kind of work it waits for."""
         for kind, count in ((before, -1), (after, 1)):
             if kind:
-                self._of[scope][kind] += count
+                self._by_scope[scope][kind] += count
 
     def write(self, db: Connection) -> None:
-        for scope, more in sorted(self._of.items()):
-            grown = {name: COUNTS.c[name] + count for name, count in more.items() if count}
-            if grown:
-                db.execute(update(COUNTS).where(COUNTS.c.scope == scope).values(**grown))
+        for scope, changes in sorted(self._by_scope.items()):
+            new_counts = {name: COUNTS.c[name] + count for name, count in changes.items() if count}
+            if new_counts:
+                db.execute(update(COUNTS).where(COUNTS.c.scope == scope).values(**new_counts))
 
 
 def _on_a_full_disk(
@@ -303,9 +303,9 @@ class JobStore:
         values = {name: getattr(job, name) for name in JobRecord.__slots__}
         values |= {"progress": "null", "error": "null", "not_before": job.created, "waits": RUN}
         values |= {"idempotency": idempotency, "digest": digest}
-        for last in (False, True):
-            if old := self._named(job.scope, idempotency, digest):
-                return old, False
+        for is_last_try in (False, True):
+            if earlier_job := self._named(job.scope, idempotency, digest):
+                return earlier_job, False
             try:
                 with self._writing() as (db, changes):
                     self._charge(db, job, work, most)
@@ -317,7 +317,7 @@ class JobStore:
                     changes.add(job.scope, run=1, open=1, form_bytes=job.bytes)
                 return job, True
             except IntegrityError:  # another router stored the same request, key or day first
-                if last:
+                if is_last_try:
                     raise
         raise AssertionError("the loop returns")
 
@@ -337,8 +337,8 @@ class JobStore:
         if db.execute(select(USAGE.c.day).where(today)).first() is None:
             db.execute(insert(USAGE).values(scope=job.scope, day=day))
         # Of two at a time, the second waits here until the first is committed.
-        grown = {name: USAGE.c[name] + more for name, more in work._asdict().items()}
-        db.execute(update(USAGE).where(today).values(**grown))
+        new_usage = {name: USAGE.c[name] + amount for name, amount in work._asdict().items()}
+        db.execute(update(USAGE).where(today).values(**new_usage))
         used = db.execute(select(USAGE).where(today)).mappings().one()
         for name, bound in most._asdict().items():
             if bound and used[name] > bound:
@@ -355,9 +355,9 @@ class JobStore:
         """Return the totals of all keys, and of this key."""
         sums = [func.coalesce(func.sum(COUNTS.c[name]), 0) for name in Counts._fields]
         with self._reads.connect() as db:
-            everybody = db.execute(select(*sums)).one()
-            of_key = db.execute(select(*sums).where(COUNTS.c.scope == scope)).one()
-        return Counts(*map(int, everybody)), Counts(*map(int, of_key))
+            all_keys = db.execute(select(*sums)).one()
+            this_key = db.execute(select(*sums).where(COUNTS.c.scope == scope)).one()
+        return Counts(*map(int, all_keys)), Counts(*map(int, this_key))
 
     def get(self, name: str) -> JobRecord | None:
         with self._reads.connect() as db:

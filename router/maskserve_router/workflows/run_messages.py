@@ -61,11 +61,11 @@ def edit_request(
     request = _request(task, edit_settings, f"{EDIT}_stream" if streams else EDIT)
     if values is not None and values.run:
 
-        def elsewhere() -> ModelRequest:
+        def request_with_bytes() -> ModelRequest:
             task_with_bytes = Task(task.key, task.call, values.read(task.inputs))
             return edit_request(task_with_bytes, settings, streams, due_s, None)
 
-        request.host, request.elsewhere = values.host, elsewhere
+        request.host, request.elsewhere = values.host, request_with_bytes
         request.head.parameters[RUN].string_param = values.run
         encodings: list[EncodingPlace] = [x for x in task.inputs.get("encodings", ()) if x]
         if encodings:
@@ -84,10 +84,10 @@ def encode_request(task: Task, settings: EditSettings, values: RunValues) -> Mod
         settings: settings of the run.
         values: the run's values.
     """
-    of_run = settings_for(settings, kind_of_edit(task.call))
-    merged = {**msgspec.json.decode(dump_settings(of_run)), **task.call.settings}
-    names = ENCODER_SETTINGS if "image" in task.inputs else REFERENCE_SETTINGS
-    encoder_settings = {name: x for name, x in merged.items() if name in names}
+    run_settings = settings_for(settings, kind_of_edit(task.call))
+    merged = {**msgspec.json.decode(dump_settings(run_settings)), **task.call.settings}
+    setting_names = ENCODER_SETTINGS if "image" in task.inputs else REFERENCE_SETTINGS
+    encoder_settings = {name: x for name, x in merged.items() if name in setting_names}
     encoder_settings["request_id"] = name_of(edit_id(task, settings))
     if "image" not in task.inputs:
         inputs = {**task.inputs, "image": task.inputs["references"][0]}
@@ -136,15 +136,15 @@ def _due(task: Task, due_s: float) -> dict[str, Any]:
 
 def edit_answer(answer: bytes) -> NodeResult:
     """Return the picture and META of a worker's answer."""
-    return _parts(pb.ModelInferResponse.FromString(answer))
+    return _picture_and_meta(pb.ModelInferResponse.FromString(answer))
 
 
 def stream_answer(message: bytes) -> NodeResult:
     """Return the picture and META of a stream's message; empty for the message that ends it."""
-    return _parts(pb.ModelStreamInferResponse.FromString(message).infer_response)
+    return _picture_and_meta(pb.ModelStreamInferResponse.FromString(message).infer_response)
 
 
-def _parts(response: pb.ModelInferResponse) -> NodeResult:
+def _picture_and_meta(response: pb.ModelInferResponse) -> NodeResult:
     if not response.outputs:
         return {}, {}
     outputs = bytes_tensor.outputs(response)

@@ -26,7 +26,7 @@ from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.resources.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.services import ControlService, ControlServices
-from maskserve_engine.control_link.transport import Connection as Denoiser
+from maskserve_engine.control_link.transport import Connection as DenoiserConnection
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.control_service.sessions import ServiceNetLoader
 from maskserve_engine.families.specs import load_spec
@@ -124,7 +124,7 @@ def _serve(
     core: int | None,
     folder: str,
     family: Any,
-    connection: Callable[[socket], Denoiser],
+    connection: Callable[[socket], DenoiserConnection],
     config: Config,
 ) -> None:
     """Run the process of a service until the pipe closes."""
@@ -146,10 +146,10 @@ class PipeCalls:
     """`ServiceCalls` through a pipe, to the process `pid`."""
 
     def __init__(self, pipe: Connection, pid: int) -> None:
-        self._pipe, self.pid, self._door = pipe, pid, threading.Lock()
+        self._pipe, self.pid, self._lock = pipe, pid, threading.Lock()
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
-        with self._door:
+        with self._lock:
             try:
                 self._pipe.send((op, arrays))
                 reply: dict[str, Any] = self._pipe.recv()
@@ -165,7 +165,7 @@ class PipeCalls:
 def service_process(
     family: Family | None,
     core: int | None = None,
-    connection: Callable[[socket], Denoiser] = Denoiser,
+    connection: Callable[[socket], DenoiserConnection] = DenoiserConnection,
     config: Config = Config(),  # noqa: B008
 ) -> Iterator[PipeCalls]:
     """Run a process with a service while the context lasts.
@@ -200,7 +200,7 @@ def alone_on(core: int) -> None:
     torch.set_num_threads(1)
 
 
-class ServiceHere:
+class LocalService:
     """A service of one ControlNet in this process.
 
     Args:

@@ -159,9 +159,9 @@ class Run:
         """
         if self.rig.too_large(job, self.default.ring):
             return self.pictures["dense"][name][number]
-        first = self.rig.dense_steps(job, self.default.ring)
-        chosen = replace(self.default, dense_steps=first)
-        return self.pictures[chosen.name][name][number]
+        dense_steps = self.rig.dense_steps(job, self.default.ring)
+        choice = replace(self.default, dense_steps=dense_steps)
+        return self.pictures[choice.name][name][number]
 
     def diffusers(self, pipe: Any, *, fbcache: bool) -> None:
         """Make every class with diffusers' pipeline or with its FirstBlockCache."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from maskserve_benchmarks.demo_model.scenes import Edit
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_studies.adapters.service_process import ServiceHere
+from maskserve_studies.adapters.service_process import LocalService
 from maskserve_studies.quality.choices import CacheChoice
 from maskserve_studies.quality.metrics import Picture, compare, summary
 from maskserve_studies.quality.systems import Rig
@@ -40,7 +40,7 @@ def fast_figures(
             ControlNet.
         cache_options: the templates' entries, and the choice by which cached rows read them.
     """
-    service = ServiceHere(rig.config, net)
+    service = LocalService(rig.config, net)
     served_jobs = [
         replace(job, controls=tuple([replace(c, net=service.version) for c in job.controls]))
         for job in jobs

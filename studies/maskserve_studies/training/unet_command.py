@@ -124,7 +124,7 @@ def train(
     # PyTorch's fused attention is slow backwards on CPUs; plain matrix products are not.
     model.set_attn_processor(AttnProcessor())
 
-    def take(step: int, progress: float) -> Step:
+    def make_step(step: int, progress: float) -> Step:
         shares = next(mix for begin, mix in reversed(_MIX) if progress >= begin)
         window = _WINDOWS[int(rng.choice(len(_WINDOWS), p=shares))]
         side = 32 if window is None else 2 * window
@@ -134,7 +134,7 @@ def train(
 
     opts = optimisers(model, rate)
     Training("unet", model, opts, seconds, rate, 100, averaged=model, checkpoint=checkpoint).run(
-        take
+        make_step
     )
 
 
