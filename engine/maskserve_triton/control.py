@@ -274,7 +274,7 @@ class WorkerControl:
             return {**size, **primed}
 
     def _prime(self, name: str, image: Decoded | None = None) -> dict[str, Any]:
-        """Prime a template. If it was registered just now, this is its image."""
+        """Prime a template; `image` is its picture, if it has just been decoded."""
         encoded = self._templates.get(name)
         if encoded is None:
             raise TemplateNotFound(f"OP.template_id: {name} is not registered here")

@@ -9,7 +9,7 @@ for both and responds by itself. Its parts, and their threads:
     Watcher         one thread: cancels, deadlines, the worker's health, probes
     Withdrawals     one thread receives cancels by id; a few ask the denoiser to free rows
     MetricsThread   publishes how edits ended
-    Results         one thread has kept results primed
+    Results         one thread lets the denoiser prime results that edits keep
     AdapterStore    one thread lists the adapters, a few load those of accepted edits to the host
 
 If the denoiser dies, a pool thread stays blocked for good; the watcher has answered its client.

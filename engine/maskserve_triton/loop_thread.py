@@ -32,7 +32,7 @@ class LoopThread:
         return self.submit(work).result()
 
     def close(self, end: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel all work, wait until it has ended, and end the thread, unless it has ended.
+        """Cancel all work, wait until it has ended, and end the thread; a second call does nothing.
 
         Args:
             end: work to do last.

@@ -36,8 +36,8 @@ class Watcher:
         calls: edits in flight.
         withdrawals: ends edits without a waiting client.
         traffic: record of responses, which the front fills.
-        lost_s: seconds after an edit has left the engine when its response counts as lost. The rest
-            takes a moment, or long on a CPU that decodes other edits first.
+        lost_s: seconds after an edit has left the engine when its response counts as lost. Decoding
+            and pasting take a moment, or longer on a CPU that decodes other edits first.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ PREFIX = b"value:"
 _REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
 _OPEN, _HOST = ".open", ".host"
 _CLOSED_S = 1.0
-"""Seconds without files after a lock could not be had."""
+"""Seconds for which the folder is not used after its lock could not be taken."""
 _LOCKED = "another process holds its lock"
 
 
@@ -70,7 +70,7 @@ class Values(NamedFiles):
                 self._warn(error)
 
     def begin(self, scope: str, run: str) -> None:
-        """Values may be put for a run of a client of `scope`."""
+        """Open the folder for the values of a run, of a client of `scope`."""
         if self.host:
             with suppress(OSError), self._alone():
                 self._open(_owner(scope, run))
@@ -104,8 +104,14 @@ class Values(NamedFiles):
     def put_named(
         self, name: str, parts: Sequence[bytes | memoryview], scope: str, run: str
     ) -> bool:
-        """Store these bytes under a SHA-256, such as that of all that they were made of; arguments
-        otherwise as those of `put`. Return False: there is no room, or the run is over.
+        """Store a value under a SHA-256 that its maker knows beforehand, such as that of the inputs
+        it was computed from. Return False if there is no room, or if the run is over.
+
+        Args:
+            name: the SHA-256, in hexadecimal digits.
+            parts: parts of the value, in order.
+            scope: scope of the run's client.
+            run: run that uses the value; empty: none.
         """
         if not (self.host and run):
             return False
@@ -153,7 +159,7 @@ class Values(NamedFiles):
         )
 
     def free(self, names: Iterable[str], scope: str, run: str) -> None:
-        """The run has read these for the last time."""
+        """Remove values that the run has read for the last time, unless other runs have them."""
         if not self.host:
             return
         with suppress(OSError), self._alone():

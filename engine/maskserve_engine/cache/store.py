@@ -205,7 +205,7 @@ class Store:
         whole: bool,
         force: bool,
     ) -> Handle | None:
-        """See `request`."""
+        """Return a handle of a shared load, which starts with its first handle; see `request`."""
         name = (key, anchor, b"" if whole else selection.digest)
         shared = self._shared.get(name)
         if shared is None:

@@ -276,11 +276,11 @@ class Engine:
         if idle:
             self.executor.idle()
             self.runner.times.book()
-        pause_s = self.manager.next_decision - time.monotonic()  # what can begin has begun
+        pause_s = self.manager.next_decision - time.monotonic()  # nothing can begin sooner
         waits = idle or self.executor.devices != ALL_FREE or 0.0 < pause_s < math.inf
         if not waits and self.inbox.empty():
             return
-        if waits:  # a sign of life: steps of ranks, and their starts, take as long as they do
+        if waits:  # as a sign of life: ranks may step, or start, for any time
             self.publisher.publish(self.state)
         beat_s = self.config.engine.heartbeat_s
         self.inbox.run(max(0.0, min(beat_s, pause_s)) if waits else 0.0)

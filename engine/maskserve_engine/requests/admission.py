@@ -27,7 +27,7 @@ from maskserve_engine.requests.state import RequestState, RequestTable
 from maskserve_engine.requests.templates import WORTH_PRIMING, CacheLookup
 
 TEMPLATE = "template"
-"""The kind of resource."""
+"""Kind of the resources that are templates."""
 _MOST_PLANS = 5
 """Most plans chosen for one edit: its template may be evicted again before it has a row."""
 
@@ -177,7 +177,7 @@ class ExecutionPolicy:
         if settings.cache == "off":
             return DENSE
         dense_for = self._cache.dense_for(job)
-        if dense_for == job.request.kind:
+        if dense_for == job.request.kind:  # an edit without a mask
             return replace(DENSE, dense_for=dense_for, region=self._region(job))
         key = "" if job.references else self._cache.key_of(job)
         drift = self._audits.over_limit(key)

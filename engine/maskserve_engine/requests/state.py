@@ -46,7 +46,10 @@ class EditTimes:
 
 @dataclass(slots=True)
 class StepTally:
+    """Sums over the steps that an edit has taken."""
+
     done: int = 0
+    """Steps taken."""
     rows_in_batches: int = 0
     """Rows in the batch, summed over the steps."""
     computed_tokens: int = 0
@@ -227,12 +230,12 @@ class RequestState:
     due_ms: int | None = None
     """Milliseconds from acceptance until its answer is due; None: it has no due time."""
     due: float | None = None
-    """time.monotonic() at which its last step must have ended for that."""
+    """time.monotonic() at which its last step must end for its answer to be in time."""
     plan: ExecutionPlan = DENSE
     """Execution plan of the edit."""
     work_left: EditWork | None = None
-    """Counted work whose cached step is the mean of the steps left, once its errors have placed
-    refresh steps; None: they have not.
+    """Its counted work with the mean cached step of the steps left, for an edit whose lookahead
+    errors place its refresh steps; None: the mean of all its steps holds.
     """
     levels: tuple[ReuseLevel, ...] = ()
     """Reuse levels that it may step down to as it gets its row."""
@@ -241,8 +244,9 @@ class RequestState:
     drift: float | None = None
     """Drift of its template, if that is why it runs dense."""
     seconds: tuple[float, ...] = ()
-    """Seconds of a step by number of devices, as in its ticket; so is `shared`."""
+    """`Ticket.seconds`."""
     shared: float = 0.0
+    """`Ticket.shared`."""
     plans_chosen: int = 0
     """Number of plans chosen for it so far."""
     waited: bool = False
