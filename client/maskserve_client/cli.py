@@ -446,12 +446,6 @@ def _add_running_options(edit: argparse.ArgumentParser) -> argparse._ArgumentGro
         help="run the model in one of N steps; a line through its last answers gives the others",
     )
     running.add_argument(
-        "--first-block-threshold",
-        type=float,
-        metavar="X",
-        help="skip a step's other blocks if the first one changes by less than X (FirstBlockCache)",
-    )
-    running.add_argument(
         "--priority", type=int, metavar="N", help="edits with a higher one run first"
     )
     running.add_argument(

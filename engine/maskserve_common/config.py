@@ -98,8 +98,6 @@ class ModelConfig(Table, frozen=True):
     `template`."""
     step_interval: Annotated[int, Meta(ge=1, le=8)] = 1
     """Not UNets: default `step_interval` of edits."""
-    first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
-    """FLUX: default `first_block_threshold` of edits."""
     torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Most CPU threads of the denoiser; 0: all."""
 
@@ -165,8 +163,8 @@ class EngineConfig(Table, frozen=True):
     """Record steps as CUDA graphs: all of a UNet, which takes as much memory as one step, and small
     ones of a transformer (the tokens of up to 2.3 dense rows, 3.8 of Qwen-Image, and fewer with a
     `max_rows` below 8); and the text encoders of FLUX.1 (T5), FLUX.2 and Qwen-Image. Not recorded:
-    edits that are `reproducible` or have a `first_block_threshold`, and workers of a transformer
-    with `placed_bytes` or several `devices`. Edits with LoRAs need the package `triton`."""
+    `reproducible` edits, and workers of a transformer with `placed_bytes` or several `devices`.
+    Edits with LoRAs need the package `triton`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits that one front serves at a time."""
 

@@ -110,7 +110,6 @@ def check_settings(settings: EditSettings, spec: ModelSpec, config: Config) -> N
         raise InvalidRequest("SETTINGS.mask_from", problem, "a router with a node server that does")
     _check_guidance(settings, spec, config)
     _check_steps(settings, spec, config)
-    _check_skipping(settings, spec)
     _check_reuse(settings, spec)
     if settings.reproducible and settings.adapters == "fast":
         raise InvalidRequest(
@@ -247,31 +246,18 @@ def _check_steps(settings: EditSettings, spec: ModelSpec, config: Config) -> Non
         )
 
 
-def _check_skipping(settings: EditSettings, spec: ModelSpec) -> None:
-    if not settings.first_block_threshold:
-        return
-    if not spec.skips_steps:
-        raise InvalidRequest(
-            "SETTINGS.first_block_threshold", "is not a setting of this model", "0"
-        )
-    if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
-        raise InvalidRequest(
-            "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"
-        )
-
-
 def _check_reuse(settings: EditSettings, spec: ModelSpec) -> None:
     if settings.reuse != "elastic":
         if settings.promise and not settings.may_refresh:
             raise InvalidRequest(
                 "SETTINGS.reuse_floor",
                 "places an edit's refresh steps, and this edit can have none",
-                "cache auto or own, without reproducible and first_block_threshold",
+                "cache auto or own, without reproducible",
             )
         return
-    if not spec.skips_steps:
+    if not spec.elastic:
         raise InvalidRequest("SETTINGS.reuse", "elastic is not a setting of this model", "exact")
-    if settings.reproducible:  # the load decides which steps are skipped
+    if settings.reproducible:  # the load decides its level
         raise InvalidRequest(
             "SETTINGS.reuse", "elastic does not go with SETTINGS.reproducible", "exact"
         )
@@ -307,13 +293,10 @@ def _two_passes(settings: EditSettings, spec: ModelSpec, config: Config) -> bool
 def with_defaults(settings: EditSettings, spec: ModelSpec, config: Config) -> EditSettings:
     """`settings` with every default that is the worker's to choose filled in.
 
-    Steps, ring and threshold are never None afterwards, nor are the seed and the request id;
+    Steps, their interval and the ring are never None afterwards, nor are seed and request id;
     guidance_scale is None only for models that have none.
     """
     guidance = None if spec.guidance == "none" else _guidance(settings, spec, config)
-    threshold = settings.first_block_threshold
-    if threshold is None:
-        threshold = 0.0 if settings.reproducible else config.model.first_block_threshold
     negative = settings.negative_prompt
     if negative is None and spec.guidance == "cfg" and _two_passes(settings, spec, config):
         negative = ""  # classifier-free guidance leads away from it
@@ -324,7 +307,6 @@ def with_defaults(settings: EditSettings, spec: ModelSpec, config: Config) -> Ed
         guidance_scale=guidance,
         mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,
         step_interval=settings.step_interval or config.model.step_interval,
-        first_block_threshold=threshold,
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
         request_id=settings.request_id or uuid.uuid4().hex,
     )

@@ -88,7 +88,7 @@ ENGINE_METRICS = {
     "cached_rows_total": _counter("Rows that used cached activations, summed over steps."),
     "priming_rows_total": _counter("Rows that primed a template, summed over steps."),
     "skipped_rows_total": _counter(
-        "Rows that skipped all blocks after the first (first_block_threshold), summed over steps."
+        "Steps of done edits in which the model did not run (step_interval)."
     ),
     "primings_total": _counter(
         "Templates whose priming ended, done or given up for lack of room.", "outcome"

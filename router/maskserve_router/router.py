@@ -26,9 +26,8 @@ from maskserve_router.api.openai.form_pictures import FormPictures
 from maskserve_router.api.openai.form_reader import FormReader
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.api.openai.masks import mask_routes
-from maskserve_router.api.openai.models import model_routes
 from maskserve_router.api.openai.picture_urls import PictureUrls
-from maskserve_router.api.openai.routes import openai_routes
+from maskserve_router.api.openai.routes import model_routes, openai_routes
 from maskserve_router.api.openai.served_models import ServedModels
 from maskserve_router.api.openai.templates import TemplateRoutes
 from maskserve_router.api.outputs import Outputs

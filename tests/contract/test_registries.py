@@ -162,7 +162,7 @@ def test_what_a_model_takes_is_asked_of_its_attributes(blends: bool) -> None:
     grown = spec.vae_scale_factor**2 if blends else 1
     assert np.count_nonzero(mask_for_model(mask, spec)) == grown
     elastic = EditSettings(reuse="elastic", reuse_floor=0.0)
-    assert levels_of(elastic, spec.skipping, "cached") == ()  # nothing was measured
+    assert levels_of(elastic, spec.measured_levels, "cached", 12) == ()  # nothing was measured
 
 
 @pytest.mark.parametrize("near", [True, False])

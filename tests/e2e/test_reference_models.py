@@ -67,7 +67,7 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "tiny-kontext": Model(None, 16, 3.0, {"first_block_threshold": 0.1}),
+    "tiny-kontext": Model(None, 16, 3.0, {"reuse": "elastic", "reuse_floor": 30.0}),
     "klein": Model(build_tiny_flux2, 48, 4.0, {"negative_prompt": "x"}),
     "klein-kv": Model(partial(build_tiny_flux2, exact=True), 48, 4.0, {"guidance_scale": 4.0}),
     "qwen-image": Model(build_tiny_qwen_image, 320, None, {"guidance_scale": 4.0}),

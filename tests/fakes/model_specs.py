@@ -17,7 +17,7 @@ FILL_SPEC = ModelSpec(
     guidance="embedded",
     defaults=EditDefaults(num_inference_steps=28, guidance_scale=30.0),
     stride=ALL_STEPS,
-    skips_steps=True,
+    elastic=True,
     true_cfg=False,
     denoiser={},
     control=CONTROL,

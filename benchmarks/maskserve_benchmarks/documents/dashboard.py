@@ -162,7 +162,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             {
                 "steps": _rate("steps_total"),
                 "finished edits": _rate("edits_total"),
-                "rows that skip blocks": _rate("skipped_rows_total"),
+                "steps without the model": _rate("skipped_rows_total"),
             },
             "Per second.",
         ),

@@ -197,6 +197,17 @@ def model_steps(count: int, interval: int) -> tuple[int, ...]:
     return tuple(step for step in range(count) if step < 2 or (step - 3) % interval == 0)
 
 
+def predicted_steps(settings: EditSettings) -> int:
+    """Return the steps of an edit in which the model does not run (`step_interval`).
+
+    Args:
+        settings: settings with the worker's defaults.
+    """
+    assert settings.num_inference_steps is not None, "the worker has filled it in"
+    scheduled = steps_run(settings.num_inference_steps, settings.strength)
+    return scheduled - len(model_steps(scheduled, settings.step_interval or 1))
+
+
 def check_prompt(raw: bytes, config: Config) -> str:
     """The prompt's text. An empty prompt is allowed: it asks for whatever fits.
 

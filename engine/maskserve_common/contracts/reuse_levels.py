@@ -1,7 +1,7 @@
 """Levels of fidelity to which a late edit may step down (`reuse: elastic`).
 
-The measured values are those of the demo models, in 12 steps (2-core AMD EPYC, CPU only, 2026-11-25
-Fill, 2026-11-22 Inpaint, refresh steps 2026-11-27; docs/benchmarks/quality-frontier-*.json and
+The measured values are those of the demo models, in 12 steps (2-core AMD EPYC, CPU only,
+2026-12-01, refresh steps 2026-11-27; docs/benchmarks/quality-frontier-*.json and
 quality-own-*.json). Tests compare the tables with these files; in them no other ring saves more per
 dB.
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
+from maskserve_common.contracts.request import model_steps
 from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_common.contracts.settings import EditSettings
 
@@ -29,44 +30,53 @@ class ReuseLevel(NamedTuple):
     """Name of the system in the tables."""
     ring: int | None
     """Margin round the mask that is computed, in tokens; None: the edit's own."""
-    first_block_threshold: float
+    step_interval: int
+    """`EditSettings.step_interval`."""
     psnr: float
     """dB in the mask, against our dense edit; the mean over edits."""
     work: float
-    """FLOPs, as a share of those of the same edit that computes its text in every step."""
+    """FLOPs, as a share of those of the same edit that computes its text in every step, in
+    `_MEASURED_STEPS`."""
     refresh_steps: int = 0
     """Refresh steps, evenly over the edit's steps; 0: as many as the edit has."""
 
 
+_MEASURED_STEPS: Final = 12
 RING = 1
 """Ring of the edits that levels with another ring were measured against."""
 _FILL = (
-    ReuseLevel("kv-int4-one-ring3-skip0.05", 3, 0.05, 43.24, 0.725),
-    ReuseLevel("kv-int4-one-ring3-skip0.1", 3, 0.1, 39.33, 0.481),
-    ReuseLevel("kv-int4-one-ring2-skip0.1", 2, 0.1, 38.63, 0.441),
-    ReuseLevel("kv-int4-one-ring1-skip0.1", None, 0.1, 37.73, 0.415),
-    ReuseLevel("kv-int4-one-ring1-skip0.2", None, 0.2, 33.11, 0.251),
-    ReuseLevel("kv-int4-one-ring0-skip0.2", 0, 0.2, 32.59, 0.236),
-    ReuseLevel("kv-int4-one-ring0-skip0.3", 0, 0.3, 29.4, 0.166),
+    ReuseLevel("kv-int4-one-ring3-interval2", 3, 2, 44.72, 0.695),
+    ReuseLevel("kv-int4-one-ring2-interval2", 2, 2, 43.11, 0.637),
+    ReuseLevel("kv-int4-one-ring3-interval4", 3, 4, 41.64, 0.497),
+    ReuseLevel("kv-int4-one-ring1-interval2", None, 2, 41.22, 0.583),
+    ReuseLevel("kv-int4-one-ring2-interval4", 2, 4, 40.83, 0.455),
+    ReuseLevel("kv-int4-one-ring1-interval4", None, 4, 39.93, 0.417),
+    ReuseLevel("kv-int4-one-ring1-interval5", None, 5, 36.9, 0.333),
+    ReuseLevel("kv-int4-one-ring0-interval5", 0, 5, 34.82, 0.305),
 )
 _FILL_DENSE = (
-    ReuseLevel("first_block_cache-0.05", None, 0.05, 49.37, 0.626),
-    ReuseLevel("first_block_cache-0.1", None, 0.1, 39.63, 0.386),
-    ReuseLevel("first_block_cache-0.2", None, 0.2, 32.12, 0.222),
-    ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
+    ReuseLevel("dense-interval2", None, 2, 53.67, 0.583),
+    ReuseLevel("dense-interval4", None, 4, 43.49, 0.417),
+    ReuseLevel("dense-interval5", None, 5, 38.27, 0.333),
 )
 _FILL_REFRESH = (
-    ReuseLevel("{0,8} foreseen, int8, ring left out", None, 0.0, 47.92, 0.821, refresh_steps=2),
-    ReuseLevel("{0}, int8, ring left out", None, 0.0, 33.68, 0.642, refresh_steps=1),
+    ReuseLevel("{0,8} foreseen, int8, ring left out", None, 1, 47.92, 0.821, refresh_steps=2),
+    ReuseLevel("{0}, int8, ring left out", None, 1, 33.68, 0.642, refresh_steps=1),
 )
-_INPAINT_REFRESH = (ReuseLevel("{0,3,9} foreseen, int8", None, 0.0, 41.35, 0.859, refresh_steps=3),)
+_INPAINT_REFRESH = (ReuseLevel("{0,3,9} foreseen, int8", None, 1, 41.35, 0.859, refresh_steps=3),)
 _INPAINT = (
-    ReuseLevel("kv-int4-stride3-ring1-skip0.1", None, 0.1, 29.89, 0.509),
-    ReuseLevel("kv-int4-stride3-ring1-skip0.2", None, 0.2, 27.27, 0.304),
+    ReuseLevel("kv-int4-stride1-ring3-interval2", 3, 2, 38.58, 0.695),
+    ReuseLevel("kv-int4-stride1-ring2-interval2", 2, 2, 37.69, 0.637),
+    ReuseLevel("kv-int4-stride1-ring1-interval2", None, 2, 36.54, 0.583),
+    ReuseLevel("kv-int4-stride1-ring3-interval3", 3, 3, 35.16, 0.497),
+    ReuseLevel("kv-int4-stride1-ring2-interval3", 2, 3, 34.48, 0.455),
+    ReuseLevel("kv-int4-stride1-ring1-interval3", None, 3, 33.7, 0.417),
+    ReuseLevel("kv-int4-stride1-ring1-interval5", None, 5, 27.39, 0.333),
 )
 _INPAINT_DENSE = (
-    ReuseLevel("first_block_cache-0.1", None, 0.1, 31.55, 0.509),
-    ReuseLevel("first_block_cache-0.2", None, 0.2, 26.98, 0.345),
+    ReuseLevel("dense-interval2", None, 2, 38.44, 0.583),
+    ReuseLevel("dense-interval3", None, 3, 34.86, 0.417),
+    ReuseLevel("dense-interval5", None, 5, 27.76, 0.333),
 )
 LEVELS: dict[tuple[Semantics, Execution], tuple[ReuseLevel, ...]] = {
     (FILL, "cached"): _FILL,
@@ -85,30 +95,50 @@ _BY_NAME = {
 
 
 def levels_of(
-    settings: EditSettings, skipping: str, plan: Execution, refresh_steps: int = 0
+    settings: EditSettings, measured: str, plan: Execution, steps: int, refresh_steps: int = 0
 ) -> tuple[ReuseLevel, ...]:
     """Return the levels to which the edit may step down, the nearest first; none unless it asks for
     them.
 
-    An edit with LoRAs or ControlNets, or with a ring of its own choice, keeps its ring.
+    An edit with LoRAs or ControlNets, or with a ring of its own choice, keeps its ring; one with
+    ControlNets its steps, too.
 
     Args:
-        settings: settings of the edit, with its ring.
-        skipping: `ModelSpec.skipping` of the model.
+        settings: settings of the edit, with its ring and `step_interval`.
+        measured: `ModelSpec.measured_levels` of the model.
         plan: execution plan of the edit.
+        steps: steps of its schedule.
         refresh_steps: number of its refresh steps, if any.
     """
     if settings.reuse != "elastic":
         return ()
-    floor, own_threshold = settings.reuse_floor or 0.0, settings.first_block_threshold or 0.0
-    may_change_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
-    return tuple(
-        level
-        for level in _BY_NAME.get((skipping, plan), ())
-        if level.psnr >= floor
-        and (level.first_block_threshold > own_threshold or 0 < level.refresh_steps < refresh_steps)
-        and (may_change_ring or level.ring is None)
-    )
+    floor, interval = settings.reuse_floor or 0.0, settings.step_interval or 1
+    keeps_ring = settings.mask_ring != RING or settings.loras or settings.controls
+    levels = []
+    for level in _BY_NAME.get((measured, plan), ()):
+        if level.psnr < floor or (keeps_ring and level.ring is not None):
+            continue
+        if level.refresh_steps:
+            levels += [level] if level.refresh_steps < refresh_steps else []
+        elif not settings.controls and _takes_some_of(level.step_interval, interval):
+            levels.append(_in_steps(level, steps, interval))
+    return tuple(level for level in levels if level.work < 1.0)
+
+
+def _takes_some_of(interval: int, before: int) -> bool:
+    """Whether the model's steps at an interval are some of those at the one before."""
+    return interval > before and interval % before == 0
+
+
+def _in_steps(level: ReuseLevel, steps: int, interval: int) -> ReuseLevel:
+    """Return a level with `work` as a share of an edit's of `steps` steps with an interval."""
+
+    def share(count: int) -> float:
+        return len(model_steps(count, level.step_interval)) / count
+
+    ring_cost = round(level.work / share(_MEASURED_STEPS), 2)
+    edit_share = len(model_steps(steps, interval)) / steps
+    return level._replace(work=ring_cost * share(steps) / edit_share)
 
 
 def with_template(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLevel, ...]:
@@ -116,11 +146,12 @@ def with_template(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLeve
     levels that are more work are left out.
 
     Args:
-        levels: measured levels. Their `work` is a share of that of an edit that computes text and
-            ring in every step.
+        levels: result of `levels_of`. Edits with another ring compute text and ring in every step.
         times: work of such an edit, as a multiple of this edit's.
     """
-    scaled = (level._replace(work=times * level.work) for level in levels)
+    scaled = (
+        level if level.ring is None else level._replace(work=times * level.work) for level in levels
+    )
     return tuple(level for level in scaled if level.work < 1.0)
 
 

@@ -223,10 +223,6 @@ class EditSettings(Table, frozen=True):
     step_interval: Annotated[int, Meta(ge=1, le=8)] | None = None
     """Not UNets: after three steps the model runs in one step of this many. A line through its last
     two answers gives the others (TaylorSeer). 1: it runs in all; by default `[model]`'s."""
-    first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
-    """FLUX: a step skips all blocks but the first if the first one's contribution differs by less
-    than this share from that of the last full step (FirstBlockCache). 0: off; by default
-    `[model]`'s."""
     output_format: OutputFormat = "png"
     """Encoding of the edited picture."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
@@ -274,8 +270,8 @@ class EditSettings(Table, frozen=True):
     """`drop`: a late edit ends with an error, or is refused at once if it cannot be in time.
     `finish`: it is finished."""
     reuse: ReuseMode = "exact"
-    """`elastic` (FLUX): an edit that would be late may skip steps, have another ring, or have fewer
-    refresh steps. Needs `reuse_floor`."""
+    """`elastic` (FLUX): an edit that would be late may have a larger `step_interval`, another ring,
+    or fewer refresh steps. Needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
     """Least quality in the mask, in dB against a dense edit, by which the edit places its refresh
     steps. At 100, or with ControlNets, it runs dense. With `elastic`: least quality of an edit that
@@ -300,11 +296,8 @@ class EditSettings(Table, frozen=True):
 
     @property
     def may_refresh(self) -> bool:
-        """Whether the edit may have refresh steps: it follows no fixed plan, and leaves out nothing
-        else.
-        """
-        is_allowed = self.cache in ("auto", "own") and not self.reproducible
-        return is_allowed and not self.first_block_threshold
+        """Whether the edit may have refresh steps: it follows no fixed plan."""
+        return self.cache in ("auto", "own") and not self.reproducible
 
     @property
     def promise(self) -> float:
@@ -344,6 +337,10 @@ def no_duplicates(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any
 
 
 _settings_object = no_duplicates("SETTINGS")
+_REMOVED: Final = {
+    "first_block_threshold": "step_interval, which saves as much and changes less of the picture"
+}
+"""Settings of earlier versions -> what to use in their place."""
 
 
 def parse_settings(raw: bytes) -> EditSettings:
@@ -365,6 +362,8 @@ def parse_settings(raw: bytes) -> EditSettings:
         raise InvalidRequest("SETTINGS", "is not valid JSON", "a JSON object") from None
     if not isinstance(values, dict):
         raise InvalidRequest("SETTINGS", f"is a JSON {type(values).__name__}", "a JSON object")
+    for key in sorted(_REMOVED.keys() & values.keys()):
+        raise InvalidRequest(f"SETTINGS.{key}", "is no setting any more", _REMOVED[key])
     try:
         settings = read(require_known(values, _KEYS), EditSettings)
     except Misread as error:

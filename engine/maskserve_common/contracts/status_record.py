@@ -98,7 +98,7 @@ class Served:
     due_ms: tuple[int, ...] = ()
     """Due times by size of edits without `deadline_ms` (`due_times.due_by_size`)."""
     skipping: str = ""
-    """Semantics of a model whose edits may skip steps; empty: they may not."""
+    """Semantics of a model whose edits may have reuse levels; empty: they have none."""
     edit_kinds: tuple[EditKind, ...] = ("inpaint",)
     """Kinds of edits that the model makes."""
     references: bool = False

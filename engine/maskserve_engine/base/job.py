@@ -100,9 +100,9 @@ class EditJob:
         assert ring is not None, "preprocess fills in the model's default"
         return ring
 
-    def with_ring(self, ring: int) -> EditJob:
-        """Return a copy with another margin, not prepared."""
-        settings = structs.replace(self.request.settings, mask_ring=ring)
+    def with_settings(self, **changes: int) -> EditJob:
+        """Return a copy with another `mask_ring` or `step_interval`, not prepared."""
+        settings = structs.replace(self.request.settings, **changes)
         return replace(self, request=replace(self.request, settings=settings), prepared=None)
 
 

@@ -372,22 +372,6 @@ class State:
         add = partial(_add_residuals, index, self.image, wide=wide, joined=self.joined)
         self.launcher.between(add, self.packed)
 
-    def part(self, rows: Sequence[int]) -> State:
-        """Return the state of some rows only, from the present block on."""
-
-        def of(stream: Stream, x: Tensor) -> Tensor:
-            return torch.cat([x[slice(*stream.spans[row])] for row in rows])
-
-        packing = self.packing
-        text = self.text if self.joined else of(packing.text_stream, self.text)
-        image = of(packing.row_stream if self.joined else packing.image_stream, self.image)
-        packed = Packed([self.packed.rows[row] for row in rows])
-        part = State(self.model.take(rows), packed, self.kinds, (text, image))
-        part.joined = self.joined
-        if part.cached and self.wide:
-            part.wide, part.packing, part.cis = True, part.layout.wide, packed.wide_cis
-        return part
-
     def _widen_or_narrow(self, index: int, *, dense: bool) -> None:
         if dense:
             self.image = self.layout.widen(self.image, self._hidden(index), rows=self.joined)

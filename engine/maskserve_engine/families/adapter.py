@@ -31,11 +31,6 @@ from maskserve_engine.spec.model_spec import ModelSpec
 
 class EditRow(Row, Protocol):
     @property
-    def skipped(self) -> int:
-        """Steps so far that skipped all blocks but the first (FirstBlockCache)."""
-        ...
-
-    @property
     def selection(self) -> Selection | None:
         """Cached tokens of a cached row; None for a dense row."""
         ...
@@ -147,8 +142,8 @@ class Adapter(Protocol):
         """
         ...
 
-    def with_ring(self, job: EditJob, ring: int) -> EditJob:
-        """Return a prepared job with `ring` computed tokens round its mask; its random numbers
+    def with_settings(self, job: EditJob, **changes: int) -> EditJob:
+        """Return a prepared job with another `mask_ring` or `step_interval`; its random numbers
         stay.
         """
         ...

@@ -256,7 +256,7 @@ class GangExecutor:
         if isinstance(row.spec, PrimingRowSpec) or settings.reproducible:
             return False
         if self._deals:
-            return not settings.first_block_threshold
+            return True
         refreshes = isinstance(row.spec, PlainRowSpec) and row.spec.schedule is not None
         if refreshes and row.spec.job.negative is not None:
             return False  # the other rows of the step decide whether its passes are dealt

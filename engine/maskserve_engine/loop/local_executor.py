@@ -434,7 +434,6 @@ class RowRecord:
         return RowStep(
             name,
             row.step,
-            getattr(row, "skipped", 0),
             read,
             text=not (read and row.leaves_out_text),
             stale=self.served is not None and self.served.stale,

@@ -94,7 +94,7 @@ class StatusPublisher:
                 own_ring=spec.refresh.ring or 0,
                 own_over_template=spec.refresh.over_template,
                 due_ms=config.slo.times_ms,
-                skipping=spec.skipping,
+                skipping=spec.measured_levels,
                 edit_kinds=tuple(sorted(spec.edit_kinds)),
                 references=spec.semantics.reference,
                 most_pictures=spec.most_pictures,

@@ -10,6 +10,7 @@ from itertools import count
 
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import Anchor
+from maskserve_common.contracts.request import predicted_steps
 from maskserve_common.errors import EngineFailed
 from maskserve_common.logs import about
 from maskserve_common.observations import Observations
@@ -260,8 +261,8 @@ class StepRunner:
         result: StepResult,
         planned: StepPlan | None,
     ) -> float | None:
-        """Return the counted FLOPs of the step just taken; None: its rows did less (they failed or
-        skipped blocks) or more (they computed their references).
+        """Return the counted FLOPs of the step just taken; None: some of its rows failed, or
+        computed their references, too.
         """
         surviving = [row for row in requests if row.request_id not in result.failed]
         rows = list(zip(surviving, result.rows, strict=True))
@@ -308,7 +309,6 @@ class StepRunner:
     ) -> None:
         """Count an edit's step; report progress to the client, or finish the row."""
         work, cached = edit.work, step.read
-        self.counters["skipped_rows_total"] += step.skipped > edit.tally.skipped
         if step.stale:
             edit.controls.stale_steps += 1
             self.counters["controlnet_stale_steps_total"] += 1
@@ -329,6 +329,7 @@ class StepRunner:
         elif step.done == work.steps:
             if edit.audit is None:
                 self.counters["edits_total"] += 1
+                self.counters["skipped_rows_total"] += predicted_steps(edit.job.request.settings)
                 self.observations.add("mask_ratio", work.mask_ratio)
                 queued = edit.times.admitted - edit.times.submitted
                 self.observations.add("queue_seconds", queued)

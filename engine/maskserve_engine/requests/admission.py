@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from maskserve_common.contracts.reuse_levels import ReuseLevel
 from maskserve_common.errors import EngineFailed, Overloaded
 from maskserve_common.resources.resource_states import Resource
 from maskserve_engine.base.job import EditJob
@@ -235,6 +236,19 @@ class ExecutionPolicy:
 
     def _least_work(self, edit: RequestState, *plans: ExecutionPlan) -> ExecutionPlan:
         return min(plans, key=lambda plan: edit.step_flops(plan, self._adapter))
+
+    def at_level(self, edit: RequestState, level: ReuseLevel) -> ExecutionPlan:
+        """Return the plan of a hit for the steps and the ring of its reuse level. Levels with
+        another ring were measured without a step cache beside the template.
+        """
+        lookup = self._cache.look_up(edit.job, edit.plan.key, again=True)
+        plan = replace(
+            edit.plan,
+            anchors=lookup.reads,
+            dense_steps=lookup.dense_steps,
+            schedule_with_template=None,
+        )
+        return plan if level.ring is not None else self._add_step_cache(edit, plan)
 
     def choose_with_adapters(self, edit: RequestState) -> ExecutionPlan | None:
         """Return the plan of a cached edit whose LoRAs are ready now: it reads entries made with

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from maskserve_common.contracts.keys import name_of
+from maskserve_common.contracts.request import predicted_steps
 from maskserve_common.contracts.settings import IpAdapterSetting
 from maskserve_engine.base.timeline import RequestTimeline
 from maskserve_engine.planning.refresh_control import fidelity_of
@@ -74,7 +75,7 @@ def _work(edit: RequestState, done: int) -> dict[str, Any]:
     """Return the figures that META and traces share, after `done` steps."""
     return {
         "steps": edit.work.steps,
-        "steps_skipped": edit.tally.skipped,
+        "steps_skipped": predicted_steps(edit.job.request.settings),
         "mask_ratio": round(edit.work.mask_ratio, 6),
         "mask_ring": edit.job.mask_ring,
         "active_tokens": edit.work.active_tokens,
@@ -89,8 +90,8 @@ def _reuse(edit: RequestState) -> dict[str, Any]:
     level = edit.level
     if level is None:
         return {}
-    skipped = edit.tally.skipped
-    return {"reuse": {"level": level.name, "steps_skipped": skipped, "psnr": level.psnr}}
+    predicted = predicted_steps(edit.job.request.settings)
+    return {"reuse": {"level": level.name, "steps_skipped": predicted, "psnr": level.psnr}}
 
 
 def _loras(use: LoraUse, mode: str) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from maskserve_common.contracts.reuse_levels import ReuseLevel
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.requests.admission import ExecutionPolicy
 from maskserve_engine.requests.due_times import DueTimes
 from maskserve_engine.requests.edit_adapters import EditAdapters, LateRows
 from maskserve_engine.requests.execution_plan import DENSE
@@ -38,6 +40,7 @@ class EditRows:
         late_rows: rows whose LoRAs come later.
         due_times: chooses the reuse levels of edits that would be late.
         schedules: decides refresh steps.
+        policy: chooses the plans of edits; None: all run dense.
     """
 
     def __init__(
@@ -49,23 +52,31 @@ class EditRows:
         late_rows: LateRows,
         due_times: DueTimes,
         schedules: RefreshSchedules,
+        policy: ExecutionPolicy | None,
     ) -> None:
         self._adapter, self._executor, self._table = adapter, executor, table
         self._adapters, self._late_rows = adapters, late_rows
-        self._due_times, self._schedules = due_times, schedules
+        self._due_times, self._schedules, self._policy = due_times, schedules, policy
 
     def make(self, edit: RequestState) -> RowReport:
         """Make the row of an edit that was admitted; raises whatever went wrong."""
-        if edit.levels:
+        is_late = bool(self._adapters.absent_loras(edit))
+        if edit.levels and not is_late:  # its steps without LoRAs are counted
             level = self._due_times.level(edit, self._batch_mates(edit), time.monotonic())
             if level is not None:
-                edit.step_down(level, self._schedules.at_level(edit, level), self._adapter)
+                self._step_down(edit, level)
         report = self._make_planned(edit)
-        if self._adapters.absent_loras(edit):
+        if is_late:
             self._late_rows.add(edit)
         elif edit.loras.effective:
             self._adapters.attach(edit.request_id, edit.loras.effective)
         return report
+
+    def _step_down(self, edit: RequestState, level: ReuseLevel) -> None:
+        edit.step_down(level, self._schedules.at_level(edit, level), self._adapter)
+        if edit.plan.outcome == "hit":
+            assert self._policy is not None, "it chose to read the template"
+            edit.set_plan(self._policy.at_level(edit, level), self._adapter)
 
     def _make_planned(self, edit: RequestState) -> RowReport:
         """Make the row without its LoRAs."""

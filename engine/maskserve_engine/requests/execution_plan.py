@@ -238,7 +238,15 @@ class EditWork:
 
     def with_loras(self, loras: Sequence[ModelWork]) -> EditWork:
         """Return the work of the edit with LoRAs that add this work each."""
-        totals, model = self.totals.with_loras(loras), self.model
+        return self._with_totals(self.totals.with_loras(loras))
+
+    def recounted(self, job: EditJob, adapter: Adapter) -> EditWork:
+        """Return the work of the same edit, without ControlNets, at another reuse level."""
+        work = EditWork.of(job, adapter)
+        return work._with_totals(replace(work.totals, added=self.totals.added))
+
+    def _with_totals(self, totals: Totals) -> EditWork:
+        model = self.model
         return replace(
             self,
             totals=totals,

@@ -183,8 +183,6 @@ class RowStep(NamedTuple):
     row: str
     done: int
     """Steps of the row so far, this one included."""
-    skipped: int
-    """Steps of the row so far that skipped all blocks but the first."""
     read: bool
     """Whether it read an entry in this step."""
     text: bool = True

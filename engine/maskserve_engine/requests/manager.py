@@ -90,7 +90,7 @@ class RequestManager:
         choose = None if policy is None else policy.choose_with_adapters
         self.late_rows = LateRows(adapters, choose, executor, adapter)
         self._rows = EditRows(
-            adapter, executor, table, adapters, self.late_rows, due_times, self.schedules
+            adapter, executor, table, adapters, self.late_rows, due_times, self.schedules, policy
         )
         self.regions = EditRegions(
             self.schedules, config.cache.dense_above_ratio, adapter, executor, adapters
@@ -199,8 +199,8 @@ class RequestManager:
             )
 
         self.output.send_when_ready(edit.sink, final, lost)
-        # Neither skipping nor steps without LoRAs are the template's fault.
-        if edit.plan.outcome == "hit" and not edit.tally.skipped and edit.loras.always:
+        # Steps without LoRAs are not the template's fault.
+        if edit.plan.outcome == "hit" and edit.loras.always:
             self.audits.offer(edit.plan.key, edit.job, latents)
 
     def _remove(self, edit: RequestState) -> None:

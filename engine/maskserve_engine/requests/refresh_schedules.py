@@ -73,7 +73,7 @@ class RefreshSchedules:
         """
         settings, spec = job.request.settings, self._spec
         # Room for it depends on the load, so a reproducible edit has none.
-        if settings.first_block_threshold or settings.reproducible:
+        if settings.reproducible:
             return (None,)
         if spec.encoder_picture is not None:
             return (None,)  # the template has most of its text

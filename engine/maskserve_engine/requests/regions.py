@@ -77,7 +77,7 @@ class EditRegions:
     def _narrow(self, edit: RequestState, region: Bools) -> None:
         adapter, pixels = self._adapter, self._adapter.spec.token_pixels
         mask = np.kron(region, np.full((pixels, pixels), 255, np.uint8))
-        job = adapter.with_ring(replace(edit.job, edit_mask=mask.astype(np.uint8)), 0)
+        job = adapter.with_settings(replace(edit.job, edit_mask=mask.astype(np.uint8)), mask_ring=0)
         schedule = self._schedules.of_region(job, edit.tally.done)
         nbytes = step_cache_bytes(schedule, adapter, job)
         spec = RegionSpec(np.flatnonzero(region), schedule, nbytes)

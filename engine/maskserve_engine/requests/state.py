@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from msgspec import structs
-
 from maskserve_common.contracts.due_times import due_by_size
 from maskserve_common.contracts.keys import STILL, Anchor
-from maskserve_common.contracts.request import Lora, ResolvedControl
+from maskserve_common.contracts.request import Lora, ResolvedControl, predicted_steps
 from maskserve_common.contracts.reuse_levels import ReuseLevel, levels_of, with_template
 from maskserve_common.contracts.settings import acting, shares
 from maskserve_common.contracts.status_record import Kind, RowStatus
@@ -54,8 +52,6 @@ class StepTally:
     """Rows in the batch, summed over the steps."""
     computed_tokens: int = 0
     """Tokens that one pass of each step computed, summed."""
-    skipped: int = 0
-    """Steps that skipped all blocks but the first."""
     dense: list[int] = field(default_factory=list)
     """Steps that read nothing, or computed a lookahead."""
     text: int = 0
@@ -71,8 +67,6 @@ class StepTally:
             rows: number of rows in the batch.
             kinds: kinds of the batch's blocks.
         """
-        if step.skipped > self.skipped:
-            self.skipped, kinds = step.skipped, kinds[:1]
         self.done = step.done
         if not step.read or step.looked_ahead:
             self.dense.append(step.done - 1)
@@ -334,10 +328,8 @@ class RequestState:
         return self.work.totals
 
     def totals_of(self, step: RowStep) -> Totals | None:
-        """Return the totals of the step just taken. None: it did less than is counted (it skipped
-        blocks), or more (it computed its references).
-        """
-        if step.computed_references or step.skipped > self.tally.skipped:
+        """Return the totals of the step just taken; None: it also computed its references."""
+        if step.computed_references:
             return None
         return self.work.reading(text=step.text) if step.read else self.work.totals
 
@@ -480,19 +472,21 @@ class RequestState:
 
     def _levels(self, spec: ModelSpec) -> tuple[ReuseLevel, ...]:
         settings, schedule = self.job.request.settings, self.plan.schedule
+        measured, steps = spec.measured_levels, self.work.steps + predicted_steps(settings)
         if schedule is not None and schedule.control is not None:
             return ()  # levels have places of their own
         if schedule is not None:
-            return levels_of(settings, spec.skipping, "own", len(schedule.refresh_steps))
+            return levels_of(settings, measured, "own", steps, len(schedule.refresh_steps))
         if self.plan.mode != "cached":
-            return levels_of(settings, spec.skipping, "dense")
+            return levels_of(settings, measured, "dense", steps)
         times = self.work.without_schedule().cached_flops / self.work.cached_flops
-        return with_template(levels_of(settings, spec.skipping, "cached"), times)
+        return with_template(levels_of(settings, measured, "cached", steps), times)
 
     def step_down(
         self, level: ReuseLevel, schedule: RefreshSchedule | None, adapter: Adapter
     ) -> None:
-        """Apply a reuse level; called before the row is made, since its tokens depend on it.
+        """Apply a reuse level; called before the row is made, since its tokens and steps depend on
+        it. A hit then needs the plan of its new steps (`ExecutionPolicy.at_level`).
 
         Args:
             level: one of `levels`.
@@ -504,14 +498,11 @@ class RequestState:
             plan = replace(self.plan, schedule=schedule, dense_steps=len(schedule.refresh_steps))
             self.set_plan(plan, adapter)
             return
-        # A block that is skipped at a refresh step would leave nothing in the step cache.
-        self.set_plan(replace(self.plan, schedule_with_template=None), adapter)
-        request, threshold = self.job.request, level.first_block_threshold
-        settings = structs.replace(request.settings, first_block_threshold=threshold)
-        self.job = replace(self.job, request=replace(request, settings=settings))
+        changes = {"step_interval": level.step_interval}
         if level.ring is not None:
-            self.job = adapter.with_ring(self.job, level.ring)
-            self.work = EditWork.of(self.job, adapter)
+            changes["mask_ring"] = level.ring
+        self.job = adapter.with_settings(self.job, **changes)
+        self.work, self.row_status = self.work.recounted(self.job, adapter), None
 
 
 @dataclass(slots=True, eq=False)

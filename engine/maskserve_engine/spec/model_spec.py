@@ -209,8 +209,8 @@ class ModelSpec:
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
     predicts_steps: bool = True
     """Whether `step_interval` is served."""
-    skips_steps: bool = False
-    """Whether `first_block_threshold` is served."""
+    elastic: bool = False
+    """Whether `reuse: elastic` is served: reuse levels were measured."""
     dense_sides: bool = False
     """Whether an edit that computes a whole side of the picture computes all of it
     (docs/decisions/masks.md), since caching it would cost too much quality.
@@ -291,9 +291,9 @@ class ModelSpec:
         return configured or self.defaults.num_inference_steps
 
     @property
-    def skipping(self) -> str:
-        """Name of the semantics where steps may be left out; empty: they may not."""
-        return self.semantics.name if self.skips_steps else ""
+    def measured_levels(self) -> str:
+        """Name of the semantics whose reuse levels edits may have; empty: they have none."""
+        return self.semantics.name if self.elastic else ""
 
     @property
     def vae_scale_factor(self) -> int:

@@ -13,9 +13,11 @@ import msgspec
 
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest
+from maskserve_common.imaging.images import read_size
 from maskserve_common.shares import room
 from maskserve_router.api.openai.answers import NotFound
 from maskserve_router.api.openai.form import EditForm
+from maskserve_router.api.openai.form_reader import settings_of
 from maskserve_router.jobs.job_pictures import check_pictures
 from maskserve_router.jobs.runner import JobRunner, JobServices, description
 from maskserve_router.jobs.store import JobRecord, JobStore, OtherRequest, QuotaReached
@@ -98,7 +100,7 @@ class Jobs:
         if webhook is not None:
             self._webhooks.check(webhook, client.webhook_secret)
         runner = await self._opened()
-        check = partial(check_pictures, of_workflow=self._reader.is_workflow(form))
+        check = partial(check_pictures, of_workflow=form.fields.model in self._reader.forms)
         await self._fair_share.run(client, _LARGE, check, form, self._services.config.limits)
         pictures = sum(map(len, (form.image, form.mask or b"", *form.references, *form.control)))
         digest = await self._fair_share.run(client, pictures, _digest, form)
@@ -107,7 +109,7 @@ class Jobs:
             seed = secrets.randbits(_SEED_BITS)
             seeded = replace(form, settings={**form.settings, "seed": seed})
         encoded_form = await self._fair_share.run(client, pictures, _ENCODER.encode, seeded)
-        megapixels = await self._fair_share.run(client, pictures, self._reader.work, form)
+        megapixels = await self._fair_share.run(client, pictures, self._work, form)
         work = Daily(1, len(encoded_form), megapixels)
         await self._check_room(runner.store, client, len(encoded_form))
         job = JobRecord(
@@ -124,6 +126,25 @@ class Jobs:
             raise _quota_error(client, reached.name) from None
         runner.wake()
         return added
+
+    def _work(self, form: EditForm) -> float:
+        """Return the megapixels of a form's picture times the steps of all its edits.
+
+        Raises:
+            InvalidRequest: the picture is not readable.
+        """
+        reader = self._reader
+        if answer_size := parse_settings(msgspec.json.encode(settings_of(form))).answer_size:
+            height, width = answer_size
+        elif form.image:
+            height, width = read_size(form.image, "image", self._services.config.limits)
+        else:
+            sides = [served.native_resolution for served in reader.models.properties()]
+            height = width = max(sides, default=1024)
+        workflow = reader.forms.get(form.fields.model or "")
+        edits = [{}] if workflow is None else workflow.edits
+        steps = sum(reader.steps({**form.settings, **settings}) for settings in edits)
+        return form.fields.n * steps * height * width / 1e6
 
     async def _check_room(self, store: JobStore, client: KeyHolder, form_bytes: int) -> None:
         """Check that a client's new job fits.

@@ -27,14 +27,8 @@ from maskserve_router.key_holder import KeyHolder
 from maskserve_router.listeners.certificates import Certificates
 from maskserve_router.listeners.descriptors import connections
 from maskserve_router.listeners.open_calls import OpenCall, OpenCalls
+from maskserve_router.messages import failures
 from maskserve_router.messages.call_context import CallContext
-from maskserve_router.messages.failures import (
-    drop_tracebacks,
-    grpc_status,
-    guarded,
-    retry_after,
-    text_of,
-)
 from maskserve_router.messages.model_request import ModelRequest
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -259,7 +253,7 @@ class GrpcServer:
         except (MaskserveError, Failure) as error:
             yield _stream_error(message.head, error)
         except Exception as error:
-            yield _stream_error(message.head, guarded("", error))
+            yield _stream_error(message.head, failures.guarded("", error))
         finally:
             exit_stack.close()
 
@@ -316,7 +310,7 @@ class _Gate:
         except (MaskserveError, Failure) as error:
             _refuse(context, error)
         except Exception as error:
-            _refuse(context, guarded("", error))
+            _refuse(context, failures.guarded("", error))
 
     def _client(self, context: Context, is_open: bool) -> str:
         """Return the client of a call: its key, or its address if no key is needed.
@@ -401,20 +395,20 @@ def _refuse(context: Context, error: MaskserveError | Failure) -> None:
     `context.abort` is not used: grpc keeps its exception, and through the traceback a large
     message, long after the call.
     """
-    seconds = retry_after(error)
+    seconds = failures.retry_after(error)
     if seconds is not None:
         context.set_trailing_metadata((("retry-after", str(seconds)),))
-    context.set_code(grpc_status(error))
-    context.set_details(text_of(error))
-    drop_tracebacks(error)
+    context.set_code(failures.grpc_status(error))
+    context.set_details(failures.text_of(error))
+    failures.drop_tracebacks(error)
 
 
 def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:
     """Return an error in the form of Triton's streams: as text, with the request's id."""
-    drop_tracebacks(error)
+    failures.drop_tracebacks(error)
     if isinstance(error, Failure) and error.message and error.coded:
         return error.message
-    answer = pb.ModelStreamInferResponse(error_message=text_of(error))
+    answer = pb.ModelStreamInferResponse(error_message=failures.text_of(error))
     answer.infer_response.id = message.id
     answer.infer_response.model_name = message.model_name
     answer.infer_response.parameters["triton_final_response"].bool_param = True

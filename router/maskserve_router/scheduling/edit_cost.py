@@ -54,19 +54,21 @@ class MaskTokens(NamedTuple):
 
 
 def _levels(
-    settings: EditSettings, served: Served, refresh_steps: int
+    settings: EditSettings, served: Served, steps: int, refresh_steps: int
 ) -> dict[Execution, tuple[ReuseLevel, ...]]:
     """Return the reuse levels that an edit may step down to, by how it runs.
 
     Args:
         settings: settings of the edit.
         served: properties of the model.
+        steps: steps of its schedule.
         refresh_steps: number of refresh steps; 0: none.
     """
-    if settings.mask_ring is None:
-        settings = structs.replace(settings, mask_ring=served.mask_ring)
+    ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
+    interval = settings.step_interval or served.step_interval
+    settings = structs.replace(settings, mask_ring=ring, step_interval=interval)
     ways: tuple[Execution, ...] = ("cached", "own", "dense")
-    return {way: levels_of(settings, served.skipping, way, refresh_steps) for way in ways}
+    return {way: levels_of(settings, served.skipping, way, steps, refresh_steps) for way in ways}
 
 
 class EditCosts:
@@ -124,7 +126,7 @@ class EditCosts:
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
         refresh_steps = _refresh_steps(settings, served, steps, active / total)
         no_template = settings.cache in ("off", "own") or settings.promise > 0
-        levels = _levels(settings, served, refresh_steps)
+        levels = _levels(settings, served, scheduled, refresh_steps)
         edit = Edit(
             steps=steps,
             active_tokens=round(factor * active),

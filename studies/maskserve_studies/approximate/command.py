@@ -11,7 +11,7 @@ ways to start:
 - `noised`: from the earlier result, noised to the sigma of step K with this edit's own noise.
 - `state`: from the earlier edit's state after K steps, with this edit's seed, as NIRVANA keeps it.
 
-`first_block_threshold` is the rival: FirstBlockCache that skips as much of the blocks' work.
+`step_interval` is the rival: the model runs in one of so many steps.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
 from maskserve_benchmarks.reports import about, table, write_json
 from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.mmdit.preparation import grid_of, unpack_latents
 from maskserve_studies.quality.metrics import Picture, compare, summary
-from maskserve_studies.quality.systems import Rig
+from maskserve_studies.quality.systems import Rig, at_interval
 
 STEPS: Final = 20
 SKIPPED: Final = (4, 8)
@@ -44,8 +43,7 @@ MOVED: Final = 8
 """Pixels by which the earlier mask is moved, down and right or up and left."""
 OTHER_SEED: Final = 1_000_000
 """Difference between the seeds of an edit and its earlier edit."""
-PROBE: Final = 8
-"""Edits that the search for FirstBlockCache's threshold uses."""
+INTERVALS: Final = (2, 3)
 COLUMNS: Final = ("psnr_in_mask", "worst_psnr_in_mask", "share_below_30", "prompt_followed")
 
 Line = dict[str, Any]
@@ -136,26 +134,18 @@ class Trial:
         figures = {"earlier": earlier, "seed": seed, "start": start, "skipped": step / STEPS}
         return figures | self._compared(self.started(latents, step))
 
-    def rival(self, step: int) -> Line:
-        """FirstBlockCache's figures where it skips the same share of the blocks' work."""
-        low, high = 0.0, 0.25
-        for _ in range(7):
-            middle = (low + high) / 2
-            skips_enough = self._skipping(middle, PROBE)[1] >= step / STEPS
-            low, high = (low, middle) if skips_enough else (middle, high)
-        latents, skipped = self._skipping(high, len(self.edits))
-        labels = {"earlier": "", "seed": "", "start": f"first_block_threshold {high:.4f}"}
-        return {**labels, "skipped": round(skipped, 3), **self._compared(latents)}
-
-    def _skipping(self, threshold: float, n: int) -> tuple[list[Tensor], float]:
-        """[n, 4C] results of the first `n` edits, and the share of block calls left out."""
-        rows = [self.rig.adapter.dense_row(job) for job in self.jobs[:n]]
-        for row in rows:
-            row.first_block = FirstBlockCache(threshold)
+    def rival(self, interval: int) -> Line:
+        """Figures of these edits with a `step_interval`."""
+        jobs = [at_interval(job, interval) for job in self.jobs]
+        rows = [self.rig.adapter.dense_row(job) for job in jobs]
         self.rig.run(rows, ())
-        block_share = (self.rig.adapter.blocks - 1) / self.rig.adapter.blocks
-        skipped = block_share * sum(row.skipped for row in rows) / (STEPS * len(rows))
-        return [row.latents for row in rows], skipped
+        labels = {"earlier": "", "seed": "", "start": f"step_interval {interval}"}
+        skipped = 1.0 - rows[0].steps / STEPS
+        return {
+            **labels,
+            "skipped": round(skipped, 3),
+            **self._compared([row.latents for row in rows]),
+        }
 
     def _compared(self, latents: Sequence[Tensor]) -> dict[str, float]:
         """Compare results with the full edits."""
@@ -179,9 +169,9 @@ def with_other_seed(job: EditJob) -> EditJob:
 
 
 def every_line(trial: Trial) -> Iterator[Line]:
-    """The line of FirstBlockCache, then those of all starts."""
-    for step in SKIPPED:
-        yield trial.rival(step)
+    """The lines of `step_interval`, then those of all starts."""
+    for interval in INTERVALS:
+        yield trial.rival(interval)
     results = trial.full_states[STEPS]
     for step in SKIPPED:
         yield trial.line(trial.noised(results, step), step, "same", "same", "noised")

@@ -18,6 +18,7 @@ from maskserve_engine.spec.model_spec import ALL_STEPS, ModelSpec, anchor_stride
 
 FLUX_STEPS = 28
 FLUX_TEXT = 512
+_INTERVALS = (2, 3, 4, 5, 8)
 THIN_KEPT = 0.3
 """Approximate share of cached tokens that a thinned context keeps on FLUX's grid: a quarter of
 them, and the tokens beside the mask."""
@@ -35,8 +36,8 @@ class CacheChoice:
     """Width in tokens of the computed ring around the mask."""
     dense_steps: int = 0
     """Number of first steps that compute every token."""
-    skip_below: float = 0.0
-    """Change of the first block below which a step skips the other blocks (FirstBlockCache)."""
+    step_interval: int = 1
+    """Interval of the steps in which the model runs (`EditSettings.step_interval`)."""
     thin: int = 0
     """If above 0, attention reads only the tokens near the mask and every fourth of the others;
     each of those counts as `thin` tokens. 0: attention reads all tokens."""
@@ -49,7 +50,7 @@ class CacheChoice:
     @property
     def name(self) -> str:
         if self.dense:
-            return f"first_block_cache-{self.skip_below:g}" if self.skip_below else "all_dense"
+            return "all_dense" if self.step_interval == 1 else f"dense-interval{self.step_interval}"
         stride = "one" if self.stride >= ALL_STEPS else f"stride{self.stride}"
         parts = [f"{self.kind}-{self.format}-{stride}-ring{self.ring}"]
         if self.dense_steps:
@@ -60,8 +61,8 @@ class CacheChoice:
             parts.append("references")
         if self.references_computed:
             parts.append("renewed")
-        if self.skip_below:
-            parts.append(f"skip{self.skip_below:g}")
+        if self.step_interval > 1:
+            parts.append(f"interval{self.step_interval}")
         return "-".join(parts)
 
     @property
@@ -89,13 +90,13 @@ class CacheChoice:
         return token_share * anchors * entry_bytes(work, self.kind, form)
 
     def flux_flops(
-        self, mask_ratio: float = 0.11, skipped: float = 0.0, work: ModelWork | None = None
+        self, mask_ratio: float = 0.11, predicted: float = 0.0, work: ModelWork | None = None
     ) -> float:
         """Return the counted FLOPs per step of an edit with a square mask.
 
         Args:
             mask_ratio: share of the tokens under the mask.
-            skipped: share of the steps that compute only the first block.
+            predicted: share of the steps in which the model does not run.
             work: work of a published model at 1024x1024; None: FLUX.1-dev.
         """
         work = work or flux()
@@ -114,7 +115,7 @@ class CacheChoice:
         mean = share * work.step_flops([whole], "dense")
         cached = RowTokens((active,), FLUX_TEXT)
         mean += (1 - share) * read_work.step_flops([cached], self.block_kind)
-        return mean * (1 - skipped + skipped / len(work.blocks))
+        return mean * (1 - predicted)
 
 
 def flux() -> ModelWork:
@@ -202,17 +203,17 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
                 ("h", "int4", ALL_STEPS),
             )
         ]
-    choices += [CacheChoice("kv", "model", 1, 1), replace(chosen, dense_steps=2)]
+    choices.append(CacheChoice("kv", "model", 1, 1))
+    choices += [replace(chosen, dense_steps=dense) for dense in (1, 2)]
     two_anchors = replace(chosen, stride=of_schedule(14, steps))
     choices += [replace(way, thin=weight) for way in (chosen, two_anchors) for weight in (1, 4)]
-    choices.append(replace(two_anchors, skip_below=0.1))
+    choices.append(replace(two_anchors, step_interval=2))
     # Choices that an elastic edit could step down to.
-    skipping = (0.05, 0.1, 0.2, 0.3)
     choices += [
-        replace(chosen, ring=ring, thin=thin, skip_below=threshold)
+        replace(chosen, ring=ring, thin=thin, step_interval=interval)
         for ring, thin in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 4))
-        for threshold in skipping
+        for interval in _INTERVALS
     ]
     dense_choice = replace(chosen, dense_steps=FLUX_STEPS)
-    choices += [replace(dense_choice, skip_below=threshold) for threshold in (*skipping, 0.5)]
+    choices += [replace(dense_choice, step_interval=interval) for interval in _INTERVALS]
     return list(dict.fromkeys(choices))

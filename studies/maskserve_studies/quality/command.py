@@ -147,7 +147,7 @@ class Run:
                     "flux_gib_per_template": round(
                         choice.flux_bytes(rig.schedule, self.work) / 2**30, 3
                     ),
-                    **flux_costs(choice, self.work, rig.skipped(choice)),
+                    **flux_costs(choice, self.work, rig.predicted(choice)),
                 }
             self.add("served", name, [self._served(name, i, job) for i, job in enumerate(jobs)])
             self.system_figures["served"] = self.system_figures[self.default.name]
@@ -210,15 +210,15 @@ class Run:
         }
 
 
-def flux_costs(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> dict[str, float]:
+def flux_costs(choice: CacheChoice, work: ModelWork, predicted: float = 0.0) -> dict[str, float]:
     """Return the cost of a choice on a published model at 1024x1024 with a square mask of 0.11.
 
     Args:
         choice: the choice of cache.
         work: work of the model.
-        skipped: share of the steps that compute only the first block.
+        predicted: share of the steps in which the model does not run.
     """
-    flops = choice.flux_flops(skipped=skipped, work=work)
+    flops = choice.flux_flops(predicted=predicted, work=work)
     dense, no_ring = (
         reference_choice.flux_flops(work=work)
         for reference_choice in (CacheChoice(dense_steps=1000), CacheChoice())

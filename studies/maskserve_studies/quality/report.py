@@ -97,21 +97,19 @@ def _plot_over(
             for name, x, y in zip(ring_systems, xs, ys, strict=True):
                 short = name.replace(f"-ring{ring}", "").replace("stride", "s")
                 axes.annotate(short, (x, y), fontsize=5, xytext=(3, 2), textcoords="offset points")
-        first_block_rows = {
-            n: r for n, r in cached.items() if n.startswith("first_block_cache") and r[key]
-        }
+        dense_rows = {n: r for n, r in cached.items() if n.startswith("dense-interval") and r[key]}
         axes.plot(
-            [row[key] for row in first_block_rows.values()],
-            [row[value] for row in first_block_rows.values()],
+            [row[key] for row in dense_rows.values()],
+            [row[value] for row in dense_rows.values()],
             "x",
             color="black",
             markersize=5,
-            label="FirstBlockCache, no other cache",
+            label="step_interval, no other cache",
         )
-        for name, row in first_block_rows.items():
+        for name, row in dense_rows.items():
             axes.annotate(
-                name.rpartition("-")[2], (row[key], row[value]), fontsize=5, xytext=(3, 2),
-                textcoords="offset points",
+                name.removeprefix("dense-interval"), (row[key], row[value]), fontsize=5,
+                xytext=(3, 2), textcoords="offset points",
             )  # fmt: skip
         for name in _RIVALS:
             if name in systems:

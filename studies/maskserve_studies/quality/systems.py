@@ -4,7 +4,6 @@ tokens alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from maskserve_benchmarks.edits.direct import job_of, request_of
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import anchor_steps
+from maskserve_common.contracts.request import model_steps
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.imaging.masks import active_tokens, cover_a_side
 from maskserve_engine.base.job import Conditioning, EditJob
-from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.services import ControlServices
@@ -91,8 +90,6 @@ class Rig:
         self.served: ControlServices | None = None
         """Runs the rows' ControlNets, for edits with `adapters: fast`; None: they run in the rig's
         rows."""
-        self._steps_taken: Counter[CacheChoice] = Counter()
-        self._steps_skipped: Counter[CacheChoice] = Counter()
 
     def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
         """Encode the edits; the seed of edit i is i."""
@@ -178,15 +175,12 @@ class Rig:
         choice: CacheChoice,
     ) -> list[Picture]:
         """Make the edits by cached rows, or by dense rows if the choice caches nothing."""
+        jobs = [at_interval(job, choice.step_interval) for job in jobs]
         rows = self._dense_rows(jobs) if choice.dense else self.cached_rows(jobs, entries, choice)
-        for row in rows if choice.skip_below else ():
-            row.first_block = FirstBlockCache(choice.skip_below)
         parts = [self._with_fewer_tokens(row, choice) for row in rows]
         self.run(parts, (choice.block_kind,) * self.adapter.blocks)
-        self._steps_skipped[choice] += sum(part.skipped for part in parts)
         for row, part in zip(rows, parts, strict=True):
             row.image.masked.latents, row.step = part.latents, part.step
-        self._steps_taken[choice] += len(rows) * self.steps
         return self._finish_all(edits, rows)
 
     def cached_rows(
@@ -203,9 +197,9 @@ class Rig:
             for job, entry_list in zip(jobs, coded, strict=True)
         ]
 
-    def skipped(self, choice: CacheChoice) -> float:
-        """Return the share of the choice's steps that computed only the first block."""
-        return self._steps_skipped[choice] / self._steps_taken[choice]
+    def predicted(self, choice: CacheChoice) -> float:
+        """Return the share of the choice's steps in which the model does not run."""
+        return 1.0 - len(model_steps(self.steps, choice.step_interval)) / self.steps
 
     def _row(
         self,
@@ -313,6 +307,12 @@ class Rig:
         return [
             self.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)
         ]
+
+
+def at_interval(job: EditJob, interval: int) -> EditJob:
+    """Return the job with a `step_interval`."""
+    settings = structs.replace(job.request.settings, step_interval=interval)
+    return replace(job, request=replace(job.request, settings=settings), prepared=None)
 
 
 def _stored_entries(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorEntry]:

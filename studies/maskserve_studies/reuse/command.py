@@ -50,10 +50,10 @@ from maskserve_studies.quality.refresh_steps import (
     scaled_extrapolation,
     served_choice,
 )
-from maskserve_studies.quality.systems import BATCH, Picture, Rig
+from maskserve_studies.quality.systems import BATCH, Picture, Rig, at_interval
 from maskserve_studies.reuse.coarse import coarse_flops, coarse_refreshes
 from maskserve_studies.reuse.hits import hit_figures
-from maskserve_studies.reuse.step_caches import INTERVALS, at_interval, hits, rivals
+from maskserve_studies.reuse.step_caches import INTERVALS, hits, rivals
 
 MODELS: dict[str, tuple[Path, int]] = {
     "fill": (DEMO_MODEL, 20),

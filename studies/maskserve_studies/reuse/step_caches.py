@@ -21,7 +21,6 @@ from diffusers.hooks import (
     SeaCacheConfig,
     TaylorSeerCacheConfig,
 )
-from msgspec import structs
 from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +30,7 @@ from maskserve_benchmarks.rivals.pipeline_model import Pipeline, PipelineEdit
 from maskserve_engine.base.job import EditJob
 from maskserve_studies.quality.choices import default
 from maskserve_studies.quality.metrics import Picture, compare
-from maskserve_studies.quality.systems import Rig
+from maskserve_studies.quality.systems import Rig, at_interval
 
 _TAYLOR = {"disable_cache_before_step": 2, "use_lite_mode": True, "max_order": 1}
 RIVALS: dict[str, Any] = {
@@ -126,12 +125,6 @@ def likeness(
         "least": round(float(db.min()), 2),
         "flops": round(flops, 3),
     }
-
-
-def at_interval(job: EditJob, interval: int) -> EditJob:
-    """Return the job with a `step_interval`."""
-    settings = structs.replace(job.request.settings, step_interval=interval)
-    return replace(job, request=replace(job.request, settings=settings), prepared=None)
 
 
 def hits(

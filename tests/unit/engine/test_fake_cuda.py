@@ -22,7 +22,6 @@ from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.loader import Copying
 from maskserve_engine.cache.reader import EntryReader
@@ -553,23 +552,6 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
     # first: what the others read has arrived.
     assert counters["step_seconds_total"] == pytest.approx(5e-3)
     assert counters["step_load_stall_seconds_total"] == pytest.approx(1e-3)
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_step_that_rows_may_skip_waits_once_for_all_of_them(rows: int) -> None:
-    """None does: what the fake device has found, 0, is above their threshold."""
-    with FakeCuda() as cuda:
-        bench = fake_bench((1, 1), "int8")
-        bench.fill_entry("kv")
-        batch = [bench.row(0.11, seed) for seed in range(rows)]
-        for row in batch:
-            row.first_block = FirstBlockCache(-1.0)
-        bench.step(batch, "kv")
-        for _ in range(2):
-            with cuda.watch() as log:
-                bench.step(batch, "kv")
-            assert len(log.copies) == 1
-            assert "in skipping.forward_skipping" in log.copies[0]
 
 
 def test_who_asks_for_a_time_too_early_is_seen() -> None:

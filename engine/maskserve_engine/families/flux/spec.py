@@ -42,7 +42,6 @@ PIPELINES = {
 recorded_rows = mmdit.recorded_rows
 NAME = "FLUX models"
 SETTINGS = (
-    "model.first_block_threshold",
     "model.t5_weights",
     "model.t5_offload",
     "model.gguf",
@@ -173,7 +172,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
         control=_CONTROLS[semantics],
         ip_adapters=None if semantics.masked_picture else _ip_adapters(transformer),
         edit_kinds=_KINDS[semantics],
-        skips_steps=not semantics.reference,
+        elastic=not semantics.reference,
         keeps_placed=True,
         t5=True,
         recorded_text="text_encoder_2",

@@ -23,7 +23,6 @@ from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.padding import Sizes
 from maskserve_engine.batch.picture_tokens import PICTURE_KEYS, PictureKeys, picture_keys_of
-from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -301,7 +300,6 @@ class FlowRowMaker(ABC):
         self._share(references, job)
         prompt.words = self.words(job, inputs.prompt, references)
         negative = self._negative(job, inputs.negative, references)
-        threshold = job.request.settings.first_block_threshold
         return FlowRow(
             request_id=job.request.request_id,
             schedule=inputs.schedule,
@@ -318,7 +316,6 @@ class FlowRowMaker(ABC):
                 ),
             ),
             references=references,
-            first_block=FirstBlockCache(threshold) if threshold else None,
             recorded=self._preparation.recorded(job),
         )
 
@@ -552,8 +549,8 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
             template = self._preparation.template(job, noise_seed)
             return replace(job, prepared=replace(ready, template=template))
 
-    def with_ring(self, job: EditJob, ring: int) -> EditJob:
-        return self._preparation.with_ring(job, ring)
+    def with_settings(self, job: EditJob, **changes: int) -> EditJob:
+        return self._preparation.with_settings(job, **changes)
 
     def refreshing_row_bytes(self, job: EditJob) -> int:
         return 0
@@ -563,8 +560,6 @@ class FlowAdapter(Stepping[Row, W], FlowRowMaker, OpenedRows, Generic[W]):
         pass (`batch.cfg_parallel`).
         """
         request = job.request
-        if request.settings.first_block_threshold:
-            return 1
         if request.loras or job.controls or PICTURE_KEYS in job.conditioning:
             return 1 if job.negative is None else 2
         return self.weights.width // self.weights.head_dim

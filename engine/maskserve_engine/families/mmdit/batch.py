@@ -23,7 +23,6 @@ from maskserve_engine.batch.graphs import Graphs, Inputs, Launcher
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.padding import PaddedRows, Sizes, sizes_of
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
-from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import ReusableBatch
 from maskserve_engine.batch.transfer import to_device
@@ -164,12 +163,6 @@ class FlowBatch(ReusableBatch[Row, W]):
         self.steps = back + min(row.steady for row in rows)
         """Number of steps that are laid out: the next ones, and `back` before them."""
         self._begin = rows[0].step - back
-        second = {i: len(rows) + at for at, (i, _) in enumerate(self._guided)}
-        self._skippers = tuple(
-            Skipper(row.first_block, (i, second[i]) if i in second else (i,))
-            for i, row in enumerate(rows)
-            if row.first_block is not None
-        )
         row_inputs = list(map(pass_inputs, rows))
         inputs = [first for first, *_ in row_inputs]
         inputs += [seconds[0] for _, *seconds in row_inputs if seconds]
@@ -228,8 +221,6 @@ class FlowBatch(ReusableBatch[Row, W]):
                 velocity = forward_shared(model_step, share, kinds)
             else:
                 velocity = share.forward(model_step, self.packed.tokens, kinds)
-        elif self._skippers:
-            velocity = forward_skipping(model_step, self.packed, kinds, self._skippers)
         elif self._recorded and weights.graphs is not None and self._fits(weights.graphs):
             step = FlowStep(model_step, self.packed, kinds)
             velocity = weights.graphs.answer(step)
@@ -311,8 +302,6 @@ class FlowBatch(ReusableBatch[Row, W]):
         """Return this rank's share. If every row has two passes, two ranks deal them: one exchange
         per step in place of two per block.
         """
-        if self._skippers:
-            raise ValueError("rows that may skip blocks take their steps on one device")
         if self._share is None or self._share.exchange is not exchange:
             if exchange.deals or (exchange.count == 2 and len(self._guided) == len(self.rows)):
                 self._share = _Passes(

@@ -337,11 +337,12 @@ class FlowPreparation:
         )
         return FlowPrepared(inputs, None, self._tokens(job), controls)
 
-    def with_ring(self, job: EditJob, ring: int) -> EditJob:
-        ringed = job.with_ring(ring)
-        if not isinstance(job.prepared, FlowPrepared):
-            return ringed
-        return replace(ringed, prepared=replace(job.prepared, tokens=self._tokens(ringed)))
+    def with_settings(self, job: EditJob, **changes: int) -> EditJob:
+        before, job = job.prepared, job.with_settings(**changes)
+        if not isinstance(before, FlowPrepared):
+            return job
+        inputs = replace(before.inputs, schedule=self.schedule(job))
+        return replace(job, prepared=replace(before, inputs=inputs, tokens=self._tokens(job)))
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
         """Return the job's prepared template; if missing, draw its noise."""
@@ -389,9 +390,7 @@ class FlowPreparation:
         """
         if not self._buckets:
             return False
-        settings = job.request.settings
-        needs_eager = settings.reproducible or settings.first_block_threshold
-        return not (needs_eager or PICTURE_KEYS in job.conditioning)
+        return not (job.request.settings.reproducible or PICTURE_KEYS in job.conditioning)
 
     def schedule(self, job: EditJob) -> Schedule:
         if isinstance(job.prepared, FlowPrepared):

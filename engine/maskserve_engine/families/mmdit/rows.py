@@ -14,7 +14,6 @@ from torch import Tensor
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.packing import CachedTokens, RowInput, RowResiduals
 from maskserve_engine.batch.picture_tokens import PictureKeys
-from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import (
     Entry,
     RefreshedTokens,
@@ -115,7 +114,6 @@ class FlowRow:
     image: ImageSpans
     references: References | None = None
     """Reference pictures that do not depend on the row."""
-    first_block: FirstBlockCache | None = None
     recorded: bool = False
     residuals: RowResiduals | None = None
     adapters: Adapters = ()
@@ -134,10 +132,6 @@ class FlowRow:
     def missing_references(self) -> References | None:
         """Return the references whose keys and values are to be computed next for its next step."""
         return None if self.references is None else self.references.next_missing()
-
-    @property
-    def skipped(self) -> int:
-        return 0 if self.first_block is None else self.first_block.skipped
 
     @property
     def sigma(self) -> Tensor:
@@ -433,7 +427,6 @@ class FlowPrimingRow:
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
     negative: None = None
-    first_block: None = None
     recorded: bool = False
     entry: Entry | None = None
     """Always None: it computes all tokens."""

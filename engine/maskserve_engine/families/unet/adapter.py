@@ -209,8 +209,8 @@ class UnetAdapter(Stepping[Row, UnetWeights], UnetControls):
             inactive = self._inactive(job, noise_seed)
             return replace(job, prepared=replace(ready, inactive=inactive))
 
-    def with_ring(self, job: EditJob, ring: int) -> EditJob:
-        return self.prepare(job.with_ring(ring))
+    def with_settings(self, job: EditJob, **changes: int) -> EditJob:
+        return self.prepare(job.with_settings(**changes))
 
     def dense_row(self, job: EditJob) -> UnetRow:
         with torch.inference_mode():

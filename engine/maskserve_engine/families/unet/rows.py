@@ -237,11 +237,6 @@ class UnetRow:
         return self.schedule.timesteps[self.step :]
 
     @property
-    def skipped(self) -> int:
-        """Always 0: a UNet skips no blocks."""
-        return 0
-
-    @property
     def selection(self) -> Selection | None:
         return None if self.inactive is None else self.inactive.selection
 

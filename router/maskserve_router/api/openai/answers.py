@@ -21,13 +21,7 @@ from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_common.servers.failure import Failure
 from maskserve_router.api.http_answers import JSON, response_or_error
 from maskserve_router.api.openai.form import EditForm, Fields
-from maskserve_router.messages.failures import (
-    Unauthorized,
-    drop_tracebacks,
-    http_status,
-    retry_after,
-    text_of,
-)
+from maskserve_router.messages import failures
 from maskserve_router.messages.forwarded_headers import foreign_id
 
 _FIELD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_.\[\]]*): ")
@@ -69,7 +63,7 @@ class ModelNotFound(NotFound):
 
 
 def status_of(error: MaskserveError | Failure) -> int:
-    return 404 if isinstance(error, NotFound) else http_status(error)
+    return 404 if isinstance(error, NotFound) else failures.http_status(error)
 
 
 def in_openais_words(text: str, sources: int = 1) -> str:
@@ -93,14 +87,14 @@ def in_openais_words(text: str, sources: int = 1) -> str:
 
 def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
     """Return OpenAI's error object; `param` is the field that the message names."""
-    drop_tracebacks(error)
-    code, text = split_code(text_of(error))
+    failures.drop_tracebacks(error)
+    code, text = split_code(failures.text_of(error))
     text = in_openais_words(text)
     field = _FIELD.match(text)
     param = field["name"] if field else None
     if isinstance(error, NotFound):
         code = error.openai_code
-    elif isinstance(error, Unauthorized):
+    elif isinstance(error, failures.Unauthorized):
         code, param = "invalid_api_key", None
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -109,7 +103,7 @@ def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
 
 
 def error_answer(error: MaskserveError | Failure, request_id: str) -> Response:
-    seconds = retry_after(error)
+    seconds = failures.retry_after(error)
     headers = {} if seconds is None else {"retry-after": str(seconds)}
     return json_answer(error_body(error), request_id, status_of(error), headers)
 

@@ -20,15 +20,7 @@ from maskserve_common.servers.failure import Failure
 from maskserve_router.api.front import Front
 from maskserve_router.api.http_answers import JSON, ChunkedResponse, while_connected, whole_answer
 from maskserve_router.api.http_events import Event, event_stream
-from maskserve_router.api.openai.answers import (
-    completed_event,
-    error_event,
-    image_at,
-    image_parts,
-    images_begin,
-    images_end,
-    partial_event,
-)
+from maskserve_router.api.openai import answers
 from maskserve_router.api.openai.form import EditForm, Fields, Source
 from maskserve_router.api.openai.form_pictures import (
     FormCall,
@@ -98,23 +90,15 @@ class ImageEdits:
             if form.fields.stream:
                 return await self._stream(request, call, exit_stack)
             place = self._picture_place(call, request_id, str(request.base_url))
+            answer_headers = {"x-request-id": request_id}
             if request.scope["http_version"] == "1.0":  # HTTP/1.0 needs the length of a body
-                work = self._answer(call, place)
-                return self._complete(client, await while_connected(request, work), request_id)
+                body = await while_connected(request, self._answer(call, place))
+                room = exit_stack.enter_context(self._front.room(client))
+                return whole_answer([memoryview(body)], room, exit_stack, answer_headers)
             parts = _parts(form, self._pictures.make(call), place)
             first = await while_connected(request, _first_of(parts))
-            return ChunkedResponse(
-                _with_first(first, parts),
-                exit_stack.pop_all(),
-                headers={"x-request-id": request_id},
-                media_type=JSON,
-            )
-
-    def _complete(self, client: KeyHolder, body: msgspec.Raw, request_id: str) -> Response:
-        """Return a complete answer with its length."""
-        with ExitStack() as written:
-            room = written.enter_context(self._front.room(client))
-            return whole_answer([memoryview(body)], room, written, {"x-request-id": request_id})
+            body_parts, resources = _with_first(first, parts), exit_stack.pop_all()
+            return ChunkedResponse(body_parts, resources, headers=answer_headers, media_type=JSON)
 
     async def answer(
         self,
@@ -225,7 +209,7 @@ class ImageEdits:
         events = _openai_events(form, pictures)
 
         def failure_event(error: MaskserveError | Failure) -> bytes:
-            return error_event(in_form_words(form, error))
+            return answers.error_event(in_form_words(form, error))
 
         try:
             headers = {"x-request-id": call.request_id}
@@ -248,11 +232,11 @@ async def _openai_events(
             if meta.get("event") != "preview":
                 last = picture, meta
             elif preview_count < form.fields.partial_images:
-                yield partial_event(form, picture, preview_count)
+                yield answers.partial_event(form, picture, preview_count)
                 preview_count += 1
     if last is None:
         raise EngineFailed("the stream ended before the answer")
-    yield completed_event(form, *last)
+    yield answers.completed_event(form, *last)
 
 
 async def _parts(
@@ -262,15 +246,15 @@ async def _parts(
     metas: list[Mapping[str, Any]] = []
     async with aclosing(results) as pictures:
         async for picture, meta in pictures:
-            yield images_begin(form.fields, picture) if not metas else b","
+            yield answers.images_begin(form.fields, picture) if not metas else b","
             if place is not None:
-                yield image_at(await place(len(metas), picture), meta)
+                yield answers.image_at(await place(len(metas), picture), meta)
             else:
-                for part in image_parts(picture, meta):
+                for part in answers.image_parts(picture, meta):
                     yield part
             metas.append(meta)
             del picture  # it is written; frees its memory
-    yield images_end(metas)
+    yield answers.images_end(metas)
 
 
 def _output_urls(fields: Fields, name: str) -> list[str]:

@@ -9,13 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import msgspec
 from msgspec import structs
 from starlette.requests import Request
 
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.request import model_steps, steps_run
-from maskserve_common.contracts.settings import MAX_MARGIN, parse_settings
+from maskserve_common.contracts.settings import MAX_MARGIN
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import Size, decode_mask, read_size
 from maskserve_router.api.front import Front
@@ -54,8 +53,8 @@ class FormReader:
         urls: ImageUrls,
         forms: Mapping[str, ModelForm],
     ) -> None:
-        self._bodies, self._limits, self._front, self._forms = bodies, limits, front, forms
-        self._fair_share, self._models, self._urls = fair_share, models, urls
+        self._bodies, self._limits, self._front, self.forms = bodies, limits, front, forms
+        self._fair_share, self.models, self._urls = fair_share, models, urls
 
     async def read(
         self,
@@ -96,33 +95,11 @@ class FormReader:
             parse = partial(self._fair_share.run, client, max(size, IN_A_THREAD))
         return await parse(self._checked, form), size
 
-    def is_workflow(self, form: EditForm) -> bool:
-        """Return whether a form's model is a workflow."""
-        return form.fields.model in self._forms
-
-    def work(self, form: EditForm) -> float:
-        """Return the megapixels of a form's picture times the steps of all its edits.
-
-        Raises:
-            InvalidRequest: the picture is not readable.
-        """
-        if answer_size := parse_settings(msgspec.json.encode(settings_of(form))).answer_size:
-            height, width = answer_size
-        elif form.image:
-            height, width = read_size(form.image, "image", self._limits)
-        else:
-            sides = [served.native_resolution for served in self._models.properties()]
-            height = width = max(sides, default=1024)
-        workflow = self._forms.get(form.fields.model or "")
-        edits = [{}] if workflow is None else workflow.edits
-        steps = sum(self.steps({**form.settings, **settings}) for settings in edits)
-        return form.fields.n * steps * height * width / 1e6
-
     def steps(self, settings: Mapping[str, Any]) -> int:
         """Return the steps of an edit, from unchecked settings or by default."""
         steps, strength = settings.get("num_inference_steps"), settings.get("strength")
         if not isinstance(steps, int):
-            served_models = self._models.properties()
+            served_models = self.models.properties()
             steps = min((served.num_inference_steps for served in served_models), default=1)
         steps = min(max(steps, 1), MOST_STEPS)
         if isinstance(strength, int | float) and 0 < strength < 1:
@@ -131,7 +108,7 @@ class FormReader:
         return len(model_steps(steps, max(1, interval))) if isinstance(interval, int) else steps
 
     def _texts(self, model: Any) -> Collection[str] | None:
-        workflow = self._forms.get(model) if isinstance(model, str) else None
+        workflow = self.forms.get(model) if isinstance(model, str) else None
         return None if workflow is None else workflow.texts
 
     def _checked(self, form: EditForm) -> EditForm:
@@ -140,19 +117,19 @@ class FormReader:
         Raises:
             InvalidRequest: naming the field.
         """
-        model = self._models.resolved(form.fields.model)
+        model = self.models.resolved(form.fields.model)
         if form.is_variation:
-            model = self._models.varying(model)
+            model = self.models.varying(model)
             form = replace(form, settings={"strength": _VARIATION_STRENGTH, **form.settings})
         form = replace(form, fields=structs.replace(form.fields, model=model))
-        steps = self._models.steps(model, form.fields.quality)
+        steps = self.models.steps(model, form.fields.quality)
         if steps is not None:
             form = replace(form, settings={**form.settings, "num_inference_steps": steps})
-        if workflow := self._forms.get(model or ""):
+        if workflow := self.forms.get(model or ""):
             workflow.check(form)
             return form
         if form.kind == "edit" and form.image and not form.is_variation:
-            edits_whole = self._models.makes("edit", model)
+            edits_whole = self.models.makes("edit", model)
             form = replace(form, masks_itself=not edits_whole or self._is_transparent(form.image))
         if form.kind != "inpaint" or form.fields.size == "auto":
             return form

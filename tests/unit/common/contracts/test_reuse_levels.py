@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from maskserve_common.contracts.request import model_steps
 from maskserve_common.contracts.reuse_levels import (
     LEVELS,
     Execution,
@@ -31,20 +32,22 @@ TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
 )
 def test_levels_are_what_was_measured(semantics: Semantics, way: Execution) -> None:
     table = json.loads((TABLES / f"quality-frontier-{semantics}.json").read_text(encoding="utf-8"))
-    systems, previous = table["systems"], (100.0, 1.0)
+    systems, psnr = table["systems"], 100.0
     cached = way == "cached"
     whole = systems[table["default"]]["flux_flop_speedup"] if cached else 1.0
     for level in LEVELS[semantics, way]:
         measured = systems[level.name]
         assert level.psnr == round(measured["psnr_in_mask"], 2)
         assert level.work == pytest.approx(whole / measured["flux_flop_speedup"], abs=2e-3)
-        assert float(level.name.rpartition("skip")[2].rpartition("-")[2]) == (
-            level.first_block_threshold
-        )
+        assert int(level.name.rpartition("interval")[2]) == level.step_interval
         assert level.ring is None or f"-ring{level.ring}-" in level.name
-        assert level.psnr < previous[0]  # each saves more, and costs more
-        assert level.work < previous[1]
-        previous = level.psnr, level.work
+        assert level.psnr < psnr
+        psnr = level.psnr
+    for keeps_ring in (False, True):  # each saves more, and costs more
+        work = [
+            level.work for level in LEVELS[semantics, way] if keeps_ring == (level.ring is None)
+        ]
+        assert work == sorted(set(work), reverse=True)
 
 
 @pytest.mark.parametrize("semantics", [FILL, INPAINT])
@@ -94,8 +97,8 @@ def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
         for name, figures in systems.items()
         if name.startswith(f"{entries}-") and name not in {level.name for level in levels}
     }
-    assert len([name for name in other_systems if "skip" in name]) >= 10
-    assert any("thin4-skip" in name for name in other_systems)
+    assert len([name for name in other_systems if "interval" in name]) >= 10
+    assert any("thin4-interval" in name for name in other_systems)
     for name, (psnr, work) in other_systems.items():
         if levels[-1].psnr <= psnr <= levels[0].psnr:
             assert under(points, psnr, work), name
@@ -103,7 +106,7 @@ def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
     assert any(not under(without, *point) for point in points)  # rings are worth it
 
 
-def facts(semantics: Semantics) -> ModelSpec:
+def spec_of(semantics: Semantics) -> ModelSpec:
     return replace(FILL_SPEC, semantics=semantics)
 
 
@@ -112,30 +115,47 @@ def names(
 ) -> list[str]:
     settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **options}
     edit_settings = msgspec.convert(settings, EditSettings)
-    skipping = facts(semantics).skipping
-    return [level.name for level in levels_of(edit_settings, skipping, way, own_steps)]
+    measured = spec_of(semantics).measured_levels
+    return [level.name for level in levels_of(edit_settings, measured, way, 12, own_steps)]
 
 
 def test_an_edit_may_take_what_holds_its_floor() -> None:
     all_names = [level.name for level in LEVELS[FILL, "cached"]]
     assert names() == all_names
-    assert names(reuse_floor=38.0) == all_names[:3]
+    assert names(reuse_floor=41.5) == all_names[:3]
     assert names(reuse_floor=45.0) == []
     assert names(reuse="exact", reuse_floor=None) == []
-    assert names(first_block_threshold=0.1) == all_names[4:]
+    assert names(step_interval=2) == [name for name in all_names if name.endswith("interval4")]
+    assert names(step_interval=3) == []  # no level's steps are all among its own
     assert names(way="dense") != names() != names(INPAINT)
     settings = EditSettings(reuse="elastic", reuse_floor=0.0)
-    none = replace(facts(FILL), skips_steps=False)
-    assert levels_of(settings, none.skipping, "cached") == ()
+    none = replace(spec_of(FILL), elastic=False)
+    assert levels_of(settings, none.measured_levels, "cached", 12) == ()
 
 
-@pytest.mark.parametrize(
-    "options", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}, {"controls": [{"name": "any"}]}]
-)
+def test_a_levels_work_is_that_of_the_edits_own_steps() -> None:
+    """Work by the steps in which the model runs: of 4 steps an interval of 2 saves one."""
+    settings = EditSettings(reuse="elastic", mask_ring=1)
+    for steps, interval in ((4, 1), (12, 1), (28, 1), (28, 2)):
+        edit_settings = msgspec.structs.replace(settings, step_interval=interval)
+        levels = levels_of(edit_settings, FILL_SPEC.measured_levels, "dense", steps)
+        assert levels
+        for level in levels:
+            runs = [len(model_steps(steps, each)) for each in (level.step_interval, interval)]
+            assert level.work == pytest.approx(runs[0] / runs[1], rel=2e-3)
+    assert levels_of(settings, FILL_SPEC.measured_levels, "dense", 2) == ()  # it saves nothing
+
+
+@pytest.mark.parametrize("options", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}])
 def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(options: dict[str, Any]) -> None:
     assert names(**options) == [
         level.name for level in LEVELS[FILL, "cached"] if level.ring is None
     ]
+
+
+def test_an_edit_with_controlnets_keeps_its_steps() -> None:
+    assert names(controls=[{"name": "any"}]) == []
+    assert len(names(way="own", own_steps=3, controls=[{"name": "any"}])) == 2
 
 
 def test_only_an_edit_that_computes_all_tokens_keeps_100_db() -> None:

@@ -228,9 +228,8 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
         ({"true_cfg": True}, {}, {"true_cfg_scale": 1.5}, "true_cfg_scale"),
         ({"predicts_steps": False}, {}, {"step_interval": 2}, "step_interval"),
         ({}, {}, {"step_interval": 0}, "step_interval"),
-        ({"skips_steps": False}, {}, {"first_block_threshold": 0.1}, "first_block_threshold"),
-        ({}, {}, {"first_block_threshold": 0.1, "reproducible": True}, "first_block_threshold"),
-        ({"skips_steps": False}, {}, {"reuse": "elastic", "reuse_floor": 30.0}, "reuse"),
+        ({}, {}, {"first_block_threshold": 0.1}, "first_block_threshold"),
+        ({"elastic": False}, {}, {"reuse": "elastic", "reuse_floor": 30.0}, "reuse"),
         ({}, {}, {"reuse": "elastic", "reuse_floor": 30.0, "reproducible": True}, "reuse"),
         ({}, {}, {"reuse": "elastic"}, "reuse"),
         ({}, {}, {"reuse_floor": 30.0, "cache": "require"}, "reuse_floor"),
@@ -346,16 +345,15 @@ def test_control_pictures_are_seen_through_the_edit_s_window() -> None:
     np.testing.assert_array_equal(prepared_edit.controls[0], outlines[window])
 
 
-def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
-    config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, first_block_threshold=0.2))
+def test_steps_are_predicted_by_default_where_the_worker_says_so() -> None:
+    config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, step_interval=3))
 
-    def threshold(**options: Any) -> float | None:
+    def interval(**options: Any) -> int | None:
         prepared_edit = prepare(config=config, SETTINGS=settings(**options))
-        return prepared_edit.request.settings.first_block_threshold
+        return prepared_edit.request.settings.step_interval
 
-    assert threshold() == 0.2
-    assert threshold(first_block_threshold=0.0) == threshold(reproducible=True) == 0.0
-    assert prepare().request.settings.first_block_threshold == 0.0
+    assert (interval(), interval(step_interval=2), interval(step_interval=1)) == (3, 2, 1)
+    assert prepare().request.settings.step_interval == 1
 
 
 def test_output_formats_that_cannot_hold_the_size_are_refused() -> None:

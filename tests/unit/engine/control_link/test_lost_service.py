@@ -278,10 +278,9 @@ def test_a_denoiser_that_ends_leaves_nothing(site: Site, connect: Any) -> None:
 
 
 @both_ways
-def test_a_denoiser_that_leaves_blocks_out_for_long_does_not_hold_up_its_service(
+def test_a_denoiser_that_reads_nothing_for_long_does_not_hold_up_its_service(
     site: Site, connect: Any
 ) -> None:
-    """Rows that skip steps (`first_block_threshold`) do not read what is said of them."""
     job = site.jobs(num_inference_steps=150)[0]
     service = site.service.denoiser(connect=connect)
     row: Any = site.adapter.dense_row(job)

@@ -26,7 +26,6 @@ from transformers import (
 
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.published_models import T5_XXL
-from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench, build_unet
 from maskserve_client import commands
 from maskserve_common.config_file import read_json
@@ -34,7 +33,6 @@ from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.liveness import sign_in
 from maskserve_engine.adapters.ip_adapter import IpAdapterEncoder
 from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
-from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import RECORDED_PROMPTS, TextEncoder
@@ -443,21 +441,6 @@ def test_the_table_counts_recorded_flux_steps(
     values = memory.peak_values(adapter.work(side, side), rows, text)
     more = values * adapter.dtype.itemsize
     assert steps[1] == steps[0] - config.cache.placed_on("cuda") + more
-
-
-def test_rows_that_may_skip_steps_hold_the_most() -> None:
-    """In float32, on a CPU: the rule reads what was computed. (Counted is half precision, where
-    norms hold queries and keys in float32 besides.)
-    """
-    bench = Bench("small", None, torch.float32, torch.device("cpu"), "int8")
-    rows = [bench.row(None, seed) for seed in range(2)]
-    for row in rows:
-        row.first_block = FirstBlockCache(1e-9)
-    with LiveBytes("cpu") as live:
-        for _ in range(2):
-            bench.step(rows, "kv")
-    counted = 4 * memory.peak_values(bench.work, len(rows), bench.text)
-    assert 0.7 * counted <= live.peak <= counted
 
 
 @pytest.mark.parametrize("masks", [(0.1,), (0.2, 0.5)])

@@ -278,13 +278,13 @@ def elastic(edit_job: EditJob, floor: float, **request: Any) -> EditJob:
     ("ms", "floor", "level"),
     [
         (60_000, 0.0, None),  # 16 steps of 1 s
-        (10_000, 0.0, "first_block_cache-0.1"),
-        (5_000, 0.0, "first_block_cache-0.2"),
-        (5_000, 35.0, "first_block_cache-0.1"),  # as far as the floor lets it
+        (10_000, 0.0, "dense-interval2"),
+        (5_000, 0.0, "dense-interval5"),
+        (5_000, 40.0, "dense-interval4"),  # as far as the floor lets it
         (5_000, 60.0, None),
     ],
 )
-def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
+def test_an_elastic_edit_at_risk_predicts_steps_down_to_its_floor(
     engine: Engine, encoder: Encoder, ms: int, floor: float, level: str | None
 ) -> None:
     options: dict[str, Any] = {"num_inference_steps": 16, "cache": "off"}
@@ -299,17 +299,18 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
     (reuse_level,) = [entry for entry in LEVELS[FILL, "dense"] if entry.name == level]
     assert final.meta["reuse"]["psnr"] == reuse_level.psnr
     assert final.meta["reuse"]["steps_skipped"] == final.meta["steps_skipped"]
-    threshold = reuse_level.first_block_threshold
-    same = edit(engine, job(encoder, 6, "said", first_block_threshold=threshold, **options))
+    interval = reuse_level.step_interval
+    same = edit(engine, job(encoder, 6, "said", step_interval=interval, **options))
     assert np.array_equal(final.latents, same.latents)
-    assert final.meta["steps_skipped"] == same.meta["steps_skipped"]
+    for name in ("steps", "steps_skipped", "computed_tokens"):
+        assert final.meta[name] == same.meta[name]
 
 
 @pytest.mark.parametrize("level", LEVELS[FILL, "cached"], ids=lambda level: level.name)
-def test_a_cached_elastic_edit_has_the_ring_of_its_level(
+def test_a_cached_elastic_edit_has_the_ring_and_the_steps_of_its_level(
     engine: Engine, encoder: Encoder, level: ReuseLevel
 ) -> None:
-    """It is the edit that asks for that ring and that threshold."""
+    """It is the edit that asks for that ring and that interval."""
     options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
     one = small(job(encoder, 6, "primes", **options))
     assert edit(engine, one).meta["mask_ring"] == 1
@@ -317,10 +318,17 @@ def test_a_cached_elastic_edit_has_the_ring_of_its_level(
     final = edit(engine, elastic(one, level.psnr, due_ms=1))
     assert final.meta["reuse"]["level"] == level.name
     ring = 1 if level.ring is None else level.ring
-    options |= {"mask_ring": ring, "first_block_threshold": level.first_block_threshold}
+    options |= {"mask_ring": ring, "step_interval": level.step_interval}
     reference = edit(engine, small(job(encoder, 6, "asks", **options)))
     assert np.array_equal(final.latents, reference.latents)
-    for name in ("mask_ring", "active_tokens", "computed_tokens", "cache_bytes", "steps_skipped"):
+    for name in (
+        "mask_ring",
+        "active_tokens",
+        "computed_tokens",
+        "cache_bytes",
+        "steps_skipped",
+        "steps",
+    ):
         assert final.meta[name] == reference.meta[name]
     assert final.meta["mask_ring"] == ring
 
@@ -371,23 +379,24 @@ def test_an_elastic_edit_with_refresh_steps_has_fewer(
     assert edit(anchoring, elastic(high_job, above, due_ms=1)).meta["dense_steps"] == 3
 
 
-def test_a_hit_that_leaves_steps_out_computes_its_text(anchoring: Engine, encoder: Encoder) -> None:
-    """As the edit that asks for it: a block that is left out at an anchor leaves nothing there."""
+def test_a_hit_that_steps_down_keeps_its_text_cached(anchoring: Engine, encoder: Encoder) -> None:
+    """As the edit that asks for its interval."""
     options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require"}
     assert edit(anchoring, job(encoder, 9, "plain", **options)).meta["text_steps"] == 3
     judge_by(anchoring, DueTimes(anchoring.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0)))
-    [level] = [entry for entry in LEVELS[FILL, "cached"] if entry.name.endswith("ring1-skip0.1")]
+    [level] = [entry for entry in LEVELS[FILL, "cached"] if entry.name.endswith("ring1-interval4")]
     final = edit(anchoring, elastic(job(encoder, 9, "late", **options), level.psnr, due_ms=1))
     assert final.meta["reuse"]["level"] == level.name
-    options["first_block_threshold"] = level.first_block_threshold
+    options["step_interval"] = level.step_interval
     reference = edit(anchoring, job(encoder, 9, "asks", **options))
     assert np.array_equal(final.latents, reference.latents)
+    assert final.meta["text_steps"] == reference.meta["text_steps"] < final.meta["steps"]
 
 
 def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     anchoring: Engine, encoder: Encoder
 ) -> None:
-    """Levels were measured beside edits that compute their text in every step."""
+    """Levels with another ring compute their text in every step."""
     options: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
     one = job(encoder, 9, "primes", **options)
     edit(anchoring, one)
@@ -397,7 +406,7 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     plain = EditWork.of(one, anchoring.adapter)
     times = plain.cached_flops / plain.with_schedule(schedule, counted[0], counted[1]).cached_flops
     levels = LEVELS[FILL, "cached"]
-    less = [level for level in levels if times * level.work < 0.99]
+    less = [level for level in levels if level.ring is None or times * level.work < 0.99]
     assert 0 < len(less) < len([level for level in levels if level.work < 0.99])
     judge_by(anchoring, DueTimes(anchoring.config, lambda: Pricing(0.0, 1000.0, 1000.0, 0.0)))
     meta = edit(anchoring, elastic(job(encoder, 9, "late", **options), 0.0, due_ms=11_900_000)).meta
@@ -413,7 +422,7 @@ def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     schedule = RefreshSchedules(anchoring.config, adapter).beside_template(edit_job, 0)[0]
     state.set_plan(ExecutionPlan("cached", "hit", schedule_with_template=schedule), adapter)
     tokens = adapter.tokens(edit_job)
-    levels = levels_of(edit_job.request.settings, spec.skipping, "cached")
+    levels = levels_of(edit_job.request.settings, spec.measured_levels, "cached", 12)
     router_edit = Edit(
         12, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring,
         cached_levels=levels, dense_levels=LEVELS[FILL, "dense"],
@@ -421,7 +430,7 @@ def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     pricing = priced_by_flops(anchoring, edit_job, 12)
     least = min(level.work for level in state.levels)
     assert WorkerView("w", pricing, 1, 1).least_share(router_edit) == pytest.approx(least, rel=0.02)
-    assert least > 1.2 * levels[-1].work
+    assert least > 1.05 * levels[-1].work
     elsewhere = WorkerView("w", pricing, 1, 1, templates={})
     assert elsewhere.least_share(router_edit) == LEVELS[FILL, "dense"][-1].work
 

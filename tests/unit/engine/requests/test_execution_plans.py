@@ -98,7 +98,6 @@ def job(
             "num_inference_steps": len(spec.sigmas) or max(steps, spec.least_steps),
             "guidance_scale": spec.guidance_default(0.0),
             "mask_ring": 1,
-            "first_block_threshold": 0.0,
             **options,
         }
     )

@@ -78,7 +78,7 @@ def expected(engine: Engine, edit_job: EditJob, rule: RegionRule) -> tuple[Bools
     region = rule.region(change.reshape(dense.image.grid))
     pixels = adapter.spec.token_pixels
     mask = np.kron(region, np.full((pixels, pixels), 255, np.uint8)).astype(np.uint8)
-    masked = adapter.with_ring(replace(edit_job, edit_mask=mask, prepared=None), 0)
+    masked = adapter.with_settings(replace(edit_job, edit_mask=mask, prepared=None), mask_ring=0)
     schedule = RefreshSchedules(engine.config, adapter).of_region(masked, rule.after)
     row = adapter.refreshing_row(masked, schedule)
     unmasked = row.image.unmasked

@@ -406,25 +406,17 @@ def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
         assert exact <= computed <= all_of_it
         assert computed <= more or computed > more, "a farther token before a nearer one"
         assert plain.tokens(job).active == len(exact)
-        wider = adapter.with_ring(ready, ring + 1)
+        wider = adapter.with_settings(ready, mask_ring=ring + 1)
         assert adapter.tokens(wider).active == bucket(len(more), rows * columns)
         assert row.recorded
 
 
-@pytest.mark.parametrize(
-    "features",
-    [
-        {"reproducible": True},
-        {"first_block_threshold": 0.1},
-    ],
-    ids=["reproducible", "skipping"],
-)
-def test_an_edit_with_a_way_of_its_own_keeps_its_tokens_and_is_not_recorded(
-    folder: Path, encoder: Encoder, features: dict[str, Any]
+def test_a_reproducible_edit_keeps_its_tokens_and_is_not_recorded(
+    folder: Path, encoder: Encoder
 ) -> None:
     capture = Replayed()
     adapter, plain = adapter_of(folder, capture), adapter_of(folder, None, buckets=False)
-    job, neighbour = job_of(encoder, 17, **features), job_of(encoder, 17)
+    job, neighbour = job_of(encoder, 17, reproducible=True), job_of(encoder, 17)
     assert adapter.tokens(job) == plain.tokens(job)
     assert adapter.tokens(neighbour) != plain.tokens(neighbour)
     assert not adapter.cached_row(job, 7).recorded

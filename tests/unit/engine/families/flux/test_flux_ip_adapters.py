@@ -240,17 +240,17 @@ def test_refresh_steps_are_dense_steps(inpaint: Model) -> None:
     refresh_rows.check_dense_refresh_steps(inpaint.adapter, job)
 
 
-def test_rows_that_skip_blocks_share_a_batch_with_pictures(inpaint: Model) -> None:
+def test_rows_with_predicted_steps_share_a_batch_with_pictures(inpaint: Model) -> None:
     rng = fresh_rng()
-    skips = {"num_inference_steps": 12, "first_block_threshold": 0.2}
+    predicts = {"num_inference_steps": 12, "step_interval": 2}
     jobs = [
         inpaint.job(edit(rng, **settings), picture)
-        for settings in (skips, {"num_inference_steps": 12})
+        for settings in (predicts, {"num_inference_steps": 7})
         for picture in (picture_of(rng), None)
     ]
     rows = [inpaint.adapter.dense_row(job) for job in jobs]
     run(inpaint.replay, rows, "dense")
-    assert any(row.skipped for row in rows[:2])
+    assert len({row.steps for row in rows}) == 1
     for row, job in zip(rows, jobs, strict=True):
         assert_equal(row.result().array(), inpaint.alone(job))
 

@@ -370,7 +370,7 @@ def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
 ) -> None:
     job, replay = make_job(encoder, seed, mask_ring=2), Replay(adapter)
     primed = Primed(adapter, encoder, job)
-    wide = job.with_ring(max(2, adapter.spec.refresh.ring or 0))
+    wide = job.with_settings(mask_ring=max(2, adapter.spec.refresh.ring or 0))
     plain, refreshed = (
         hit(replay, wide, primed, None),
         hit(replay, job, primed, plan(*range(7), ring=True, lookahead=False)),
@@ -395,7 +395,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     row = hit(replay, job, primed, schedule)
     kinds = ("kv",) * adapter.blocks
     replay.step([row], kinds)
-    wide = job.with_ring(max(2, adapter.spec.refresh.ring or 0)) if ring else job
+    wide = job.with_settings(mask_ring=max(2, adapter.spec.refresh.ring or 0)) if ring else job
     arrived = hit(replay, wide, primed, None)
     assert arrived.image.unmasked is not None
     assert row.image.unmasked is not None
