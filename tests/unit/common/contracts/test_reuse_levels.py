@@ -141,7 +141,7 @@ def test_a_levels_work_is_that_of_the_edits_own_steps() -> None:
         levels = levels_of(edit_settings, FILL_SPEC.measured_levels, "dense", steps)
         assert levels
         for level in levels:
-            runs = [len(model_steps(steps, each)) for each in (level.step_interval, interval)]
+            runs = [len(model_steps(steps, n)) for n in (level.step_interval, interval)]
             assert level.work == pytest.approx(runs[0] / runs[1], rel=2e-3)
     assert levels_of(settings, FILL_SPEC.measured_levels, "dense", 2) == ()  # it saves nothing
 
