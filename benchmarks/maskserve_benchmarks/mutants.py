@@ -1158,9 +1158,16 @@ MUTATIONS = (
     Mutation(
         "a server that failed a call is tried again",
         "engine/maskserve_common/servers/call_tries.py",
-        "self._broken.add(server)",
-        "pass",
+        "if failure.status is not Status.UNAVAILABLE:",
+        "if False:",
         f"{_RUNS}::test_a_server_that_failed_a_call_is_not_asked_while_another_comes_back",
+    ),
+    Mutation(
+        "a server without room for a model ends a call that another server lost",
+        "router/maskserve_router/nodes/node_pool.py",
+        "elif _has(failure, _UNABLE) and not failure.untaken:",
+        "elif False:",
+        f"{_RUNS}::test_a_lost_server_that_alone_can_run_a_call_is_waited_for",
     ),
     # A router of edits alone
     Mutation(

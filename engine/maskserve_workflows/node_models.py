@@ -42,6 +42,7 @@ from maskserve_workflows.node_request import ModelSetup, NodeRequest, Nodes
 from maskserve_workflows.node_types import NodeModel
 from maskserve_workflows.nodes import NODE_FILES
 from maskserve_workflows.ports import WorkflowError
+from maskserve_workflows.wire import NO_ROOM
 
 log = logging.getLogger("maskserve")
 NODE_MODELS: Final = Kind(
@@ -369,7 +370,7 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
     nbytes = sum(folder.nbytes for folder in needed)
     if nbytes > budget:
         names = " and ".join(folder.name for folder in needed)
-        problem = f"nodes: model {names} has {nbytes} bytes, and there is room for {budget}"
+        problem = f"nodes: model {names} has {nbytes} bytes, {NO_ROOM} {budget}"
         raise EngineFailed(f"{problem} ({NODE_MODELS.budget})")
 
 

@@ -27,6 +27,8 @@ NOT_HOSTED = "is not run by this node server"
 """Message of a server whose `[nodes]` lack the node's model."""
 OTHER_VERSION = "is of another version at this node server"
 """Message of a server whose file of the node has other ports or settings than the router's."""
+NO_ROOM = "and there is room for"
+"""Words of a server whose device cannot hold the node's models, whatever else it unloads."""
 MOST_ELEMENTS = 256
 """Most elements of a call, one way."""
 Put: TypeAlias = Callable[[Sequence[bytes | memoryview]], bytes | None]

@@ -15,6 +15,8 @@ from maskserve_common.contracts.status_record import LoadCost
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
 
 _log = logging.getLogger("maskserve")
+NOT_LOADED = "could not be loaded"
+"""Words of the error of a load that failed."""
 
 
 class Loadable(Protocol):
@@ -132,11 +134,9 @@ class ResourceLoader(ABC, Generic[W]):
         except ValueError as error:
             outcome = InvalidRequest(kind.setting, f"{description} {error}")
         except (FileNotFoundError, MemoryError) as error:
-            _log.warning("%s could not be loaded: %s", description, error)
-            outcome = Overloaded(
-                f"{kind.setting}: {description} could not be loaded now; try again"
-            )
+            _log.warning("%s %s: %s", description, NOT_LOADED, error)
+            outcome = Overloaded(f"{kind.setting}: {description} {NOT_LOADED} now; try again")
         except Exception:
-            _log.exception("%s could not be loaded", description)
-            outcome = EngineFailed(f"{kind.setting}: {description} could not be loaded")
+            _log.exception("%s %s", description, NOT_LOADED)
+            outcome = EngineFailed(f"{kind.setting}: {description} {NOT_LOADED}")
         done(outcome)

@@ -39,7 +39,8 @@ class CallTries(Generic[S]):
         self.returning = False
         """True if a server of this round may take the call later."""
         self._broken: set[S] = set()
-        """Servers that failed the call and still answer: others are tried again before them."""
+        """Servers that failed the call, or cannot run it, and still answer: others are tried again
+        before them."""
         self._tried: set[S] = set()
         """Servers tried in this round."""
         self._tries, self._wait_s, self._end = Tries(), _WAIT_S, 0.0
@@ -95,3 +96,10 @@ class CallTries(Generic[S]):
             raise self.failure
         if failure.status is not Status.UNAVAILABLE:
             self._broken.add(server)
+
+    def pass_over(self, server: S, failure: Failure) -> None:
+        """Note that a server cannot run the call, for a reason of its own. The call did it no harm,
+        so that it may still lose another server.
+        """
+        self.count, self.failure = 2, failure
+        self._broken.add(server)

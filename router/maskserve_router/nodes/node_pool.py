@@ -19,6 +19,7 @@ from msgspec import structs
 
 from maskserve_common.errors import EngineFailed, InvalidRequest, split_code
 from maskserve_common.files.values import NO_VALUES, Values
+from maskserve_common.resources.loading import NOT_LOADED
 from maskserve_common.servers.call_tries import CallTries
 from maskserve_common.servers.failure import Failure
 from maskserve_common.servers.pool import ServerPool
@@ -34,6 +35,7 @@ from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.run import Task
 from maskserve_workflows.wire import (
+    NO_ROOM,
     NOT_HOSTED,
     OTHER_VERSION,
     PLACED,
@@ -53,6 +55,8 @@ _PATIENCE_S = 120.0
 """Seconds to wait for a lost server, which its supervisor restarts."""
 _UNKNOWN = ("unknown model", NOT_HOSTED)
 """Errors of a server that does not run a node, from Triton or from the server's model."""
+_UNABLE = (NO_ROOM, NOT_LOADED)
+"""Errors of a server that cannot load a node's model."""
 _AT_A_SERVER = 2
 """Calls of a model that are sent to each server at a time: one runs, the next waits."""
 _LONG = 2**30
@@ -374,7 +378,9 @@ class NodePool(ServerPool[NodeServer]):
                     server.host = None  # another server may take over the address
                 if OTHER_VERSION in failure.details:
                     self.leave_out(server, kind.name, failure.details)
-                elif not any(words in failure.details for words in _UNKNOWN):
+                elif _has(failure, _UNABLE) and not failure.untaken:
+                    tries.pass_over(server, failure)
+                elif not _has(failure, _UNKNOWN):
                     tries.record_failure(server, failure)
         if tries.failure is not None:
             raise tries.failure
@@ -413,6 +419,10 @@ class NodePool(ServerPool[NodeServer]):
         taken_s = time.monotonic() - begin
         self._seconds[kind.name] = price_s + _REMEMBERED * (taken_s - price_s)
         return answer
+
+
+def _has(failure: Failure, errors: tuple[str, ...]) -> bool:
+    return any(words in failure.details for words in errors)
 
 
 def hosts(model: str, records: Mapping[str, Any]) -> list[str]:

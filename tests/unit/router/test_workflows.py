@@ -701,6 +701,24 @@ async def test_a_server_that_was_lost_has_the_call_once_more(
     await pool.close()
 
 
+@pytest.mark.parametrize("unable", ["could not be loaded", "has 9 bytes, and there is room for 8"])
+async def test_a_lost_server_that_alone_can_run_a_call_is_waited_for(
+    unable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another's error is neither the call's end nor its second loss."""
+    monkeypatch.setattr(call_tries, "_WAIT_S", 1e-4)
+    losses = iter(["Socket closed", _REFUSED, None])
+
+    def words(address: str) -> str | None:
+        pool.status = grpc.StatusCode.UNAVAILABLE if address == "a:1" else grpc.StatusCode.INTERNAL
+        return next(losses) if address == "a:1" else f"[ENGINE_FAILED] model enlarge {unable}"
+
+    pool = AnsweringPool(["a:1", "b:1"], words)
+    assert (await pool.enlarged()).tries == 2
+    assert pool.calls == ["a:1", "b:1", "a:1", "a:1"]
+    await pool.close()
+
+
 async def test_a_server_that_failed_a_call_is_not_asked_while_another_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
