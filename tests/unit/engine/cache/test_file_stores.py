@@ -28,7 +28,7 @@ from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.priming_prompt import PromptFile, write_priming_prompt
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.stages.moments_folder import MomentsFolder
-from maskserve_lora.catalogue import Catalogue, _Page
+from maskserve_lora.catalogue import Catalogue, _Listing
 from maskserve_lora.storage import Storage
 from maskserve_triton.admission import AdmissionState, InFlight
 from maskserve_triton.templates import StoredTemplates
@@ -113,7 +113,7 @@ def _catalogue(folder: Path) -> Catalogue:
 
 
 def _put_catalogue(folder: Path, number: int) -> None:
-    _catalogue(folder)._write(_Page({}, whole=True, problem=str(number)))
+    _catalogue(folder)._write(_Listing({}, whole=True, problem=str(number)))
 
 
 def _get_catalogue(folder: Path) -> int | None:
