@@ -40,14 +40,16 @@ def fastest_devices(options: ServeOptions, tables: dict[str, Any], run: Run = ru
         config: dict[str, Any] = {"model": tables["model"], "cache": cache, "runtime_dir": folder}
         checked(config)
         content = tomli_w.dumps(config).encode()
+        output, problem = "", ""
         try:
             output = ask_engine(_TRIAL, content, "--threads", str(threads), run=run)
         except ServeError as error:
-            message = next(reversed(str(error).strip().splitlines()), "it ended without a message")
-            raise ServeError(
-                f"--devices-per-worker auto: the trial of the model failed: {message}"
-            ) from None
-    trial = json.loads(output.strip().splitlines()[-1])
+            problem = str(error)
+    lines = output.strip().splitlines()
+    if not lines:
+        last = next(reversed(problem.strip().splitlines()), "it ended without a message")
+        raise ServeError(f"--devices-per-worker auto: the trial of the model failed: {last}")
+    trial = json.loads(lines[-1])
     devices = int(trial["processes"])
     rates = ", ".join(f"{count}: {rate:g}" for count, rate in trial["rows_per_s"].items())
     options.report(

@@ -55,10 +55,17 @@ def test_on_gpus_it_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("err", "words"), [("Traceback\nno memory", "no memory"), ("", "without a message")]
+    ("err", "code", "words"),
+    [
+        ("Traceback\nno memory", 1, "no memory"),
+        ("", 1, "without a message"),
+        ("", 0, "without a message"),
+    ],
 )
-def test_a_model_that_cannot_be_tried_is_named(tmp_path: Path, err: str, words: str) -> None:
+def test_a_model_that_cannot_be_tried_is_named(
+    tmp_path: Path, err: str, code: int, words: str
+) -> None:
     with pytest.raises(ServeError, match=f"--devices-per-worker auto: .*{words}"):
         fastest_devices(
-            ServeOptions("m"), {"model": {"path": str(tmp_path)}}, Trial(err=err, code=1)
+            ServeOptions("m"), {"model": {"path": str(tmp_path)}}, Trial(err=err, code=code)
         )
