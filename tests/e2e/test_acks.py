@@ -96,6 +96,12 @@ def test_paced_events_all_arrive(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_pace_the_stub_locks_up(url: str, tmp_path: Path) -> None:
-    """When a newer Triton passes here, acks can go (docs/adr/0006-cancel-and-death.md)."""
-    with pytest.raises(queue.Empty):
-        calls(url, tmp_path, paced=False, timeout_s=30)
+    """When a newer Triton passes here, acks can go (docs/adr/0006-cancel-and-death.md). It takes a
+    race, which a busy machine may miss.
+    """
+    for _ in range(10):
+        try:
+            calls(url, tmp_path, paced=False, timeout_s=30)
+        except queue.Empty:
+            return
+    pytest.fail("no event was lost in ten runs")
